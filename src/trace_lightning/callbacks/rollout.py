@@ -1,0 +1,216 @@
+"""The Rollout callback: sync the weights, generate, score, fill the batch. The only place where text is drawn.
+
+    on_train_batch_start   should_sync? -> engine.load_weights   engine.generate   rewards   batch filled in place
+    on_validation_batch_start (test, predict)                    the same, with evaluation sampling
+
+One decision is meant to be overridden: `should_sync`. It is asked with the number of optimizer steps, never with the
+batch index, so gradient accumulation cannot make a rollout stale unnoticed. Generating inside a dataset would: Lightning
+prefetches one batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
+from trace_lightning.module import PolicyModule
+from trace_lightning.rollout.base import Generation, RolloutEngine
+from trace_lightning.rollout.engine import LocalEngine
+from trace_lightning.rollout.microbatch import collate_rollout
+from trace_lightning.rollout.rewarding import Scorer
+from trace_lightning.tasks.base import FunctionReward, RewardFn
+from trace_lightning.types import Problem, RolloutBatch, SamplingParams
+
+Reward = RewardFn | Callable[[str, Problem], float | None]
+_DTYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "bf16": torch.bfloat16, "16-true": torch.float16}
+
+
+class Rollout(Callback):
+    """Fills each batch with completions, log-probs and rewards before `training_step` sees it.
+
+    Subclass it to change when weights are synced::
+
+        class EveryOther(Rollout):
+            def should_sync(self, optimizer_steps: int) -> bool:
+                return optimizer_steps % 2 == 0
+
+    Args:
+        engine: draws the completions; default `LocalEngine()`.
+        sampling: how, in training.
+        num_generations: completions per prompt (the group of GRPO).
+        rewards: reward functions, as classes or as functions `(completion, problem) -> float | None`; default: the
+            task's own.
+        reward_weights: one per reward function, default 1 each; the reward is the weighted sum.
+        eval_sampling: how, in validation, test and predict; default: as in training.
+        num_generations_eval: completions per held-out prompt.
+        mask_truncated_completions: do not learn from completions that hit the length limit.
+
+    Raises:
+        ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        sampling: SamplingParams | None = None,
+        num_generations: int = 8,
+        rewards: list[Reward] | None = None,
+        reward_weights: list[float] | None = None,
+        eval_sampling: SamplingParams | None = None,
+        num_generations_eval: int = 1,
+        mask_truncated_completions: bool = False,
+    ) -> None:
+        for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
+            if value < 1:
+                raise ValueError(f"rollout.{name}={value} must be at least 1")
+        self.engine = engine or LocalEngine()
+        self.sampling = sampling or SamplingParams()
+        self.eval_sampling = eval_sampling or self.sampling
+        self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
+        self.rewards, self.reward_weights = rewards, reward_weights
+        self.mask_truncated_completions = mask_truncated_completions
+        self.scorer: Scorer | None = None
+        self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here
+        self.phase = "idle"
+        self._rollouts = 0
+        self._ready = False
+        self._synced_at = -1
+
+    def should_sync(self, optimizer_steps: int) -> bool:
+        """Whether the engine takes over the policy's weights before the next rollout. Default: whenever they moved."""
+        return optimizer_steps != self._synced_at
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check what can be checked before any long work."""
+        if not isinstance(pl_module, PolicyModule):
+            raise ValueError(f"the Rollout callback needs a PolicyModule, got {type(pl_module).__name__}")
+        if stage == "fit":
+            self.sampling.check_trainable()
+            if self.num_generations == 1:
+                # Every estimator that ships compares completions of one prompt; let it say so now, not in step 1.
+                pl_module.advantages(torch.zeros(1, 1))
+        if self.scorer is None:
+            self.scorer = Scorer(self._reward_functions(trainer), self.reward_weights)
+        # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
+        pl_module.reward_metrics = RewardMetrics(self.scorer.names)
+        pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
+
+    def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
+        given: Sequence[Reward] | None = self.rewards
+        if given is None:
+            task = getattr(trainer.datamodule, "task", None)  # type: ignore[attr-defined]
+            if task is None:
+                raise ValueError("no reward function: pass rollout.rewards, or a data module with a task")
+            given = task.rewards()
+        return [reward if isinstance(reward, RewardFn) else FunctionReward(reward) for reward in given]
+
+    def _ensure_engine(self, trainer: pl.Trainer, module: PolicyModule) -> None:
+        if not self._ready:
+            assert module.policy is not None
+            dtype = _DTYPES.get(str(trainer.precision), torch.float32)
+            self.engine.setup(module.policy, module.tokenizer, module.recipe, dtype=dtype)
+            self._ready = True
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
+        """Fill the batch; `training_step` receives the same object."""
+        sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed * 1_000_003 + self._rollouts)
+        self._fill(trainer, pl_module, batch, sampling, self.num_generations, record=True)
+        self._rollouts += 1
+        if self.mask_truncated_completions:
+            assert batch.completion_mask_BT is not None
+            cut = torch.tensor([completion.finish_reason == "length" for completion in batch.completions])
+            batch.completion_mask_BT &= ~cut.unsqueeze(1)
+        assert self.scorer is not None
+        self.scorer.stop_if_all_failed()
+        self.phase = "train"
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        """Log rewards, completions and throughput of the step."""
+        assert batch.rewards_B is not None
+        metrics = (pl_module.reward_metrics, pl_module.completion_metrics, pl_module.throughput_metrics)
+        metrics[0].update(batch.rewards_B.view(-1, batch.num_generations).to(pl_module.device), batch.rewards_by_name)
+        lengths = torch.tensor([len(c.token_ids) for c in batch.completions], device=pl_module.device)
+        ended = torch.tensor([c.finish_reason == "stop" for c in batch.completions], device=pl_module.device)
+        metrics[1].update(lengths, ended)
+        seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
+        metrics[2].update(int(lengths.sum()), **seconds)
+        values: dict[str, Any] = {}
+        for metric in metrics:
+            values |= metric.compute()
+            metric.reset()
+        assert self.scorer is not None
+        values |= {f"rewards/{name}/errors": float(n) for name, n in self.scorer.errors.items() if n}
+        values["num_tokens"] = float(lengths.sum())
+        values["policy_version"] = float(batch.policy_version)
+        pl_module.log_dict(values, batch_size=len(batch.prompts))
+        self.phase = "idle"
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
+        self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Fill a held-out batch with the rollout policy's answers."""
+        self._evaluate(trainer, pl_module, batch)
+
+    on_test_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_validation_batch_start
+
+    def _fill(
+        self,
+        trainer: pl.Trainer,
+        module: PolicyModule,
+        batch: RolloutBatch,
+        sampling: SamplingParams,
+        num_generations: int,
+        *,
+        record: bool,
+    ) -> None:
+        begin = time.perf_counter()
+        self._ensure_engine(trainer, module)
+        assert module.policy is not None and self.scorer is not None
+        if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
+            self.phase = "sync"
+            self.engine.load_weights(module.policy.named_parameters(), version=trainer.global_step)
+            self._synced_at = trainer.global_step
+        synced = time.perf_counter()
+        self.phase = "rollout"
+        generation = self._generate(module, batch, sampling, num_generations, record=record)
+        drawn = time.perf_counter()
+        self.phase = "reward"
+        texts = [completion.text for completion in batch.completions]
+        problems = [prompt.problem for prompt, _ in batch.sequences()]
+        batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
+        batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
+        batch.policy_version, batch.guidance = self.engine.policy_version, generation.guidance
+
+    def _generate(
+        self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
+    ) -> Generation:
+        was_training = module.training
+        module.eval()
+        generation = self.engine.generate(
+            batch.prompts, sampling, num_samples=num_generations, record_guidance=record, progress=self.progress
+        )
+        module.train(was_training)
+        batch.num_generations, batch.sampling = num_generations, sampling
+        pad = module.tokenizer.pad_token_id
+        collate_rollout(batch, generation.completions, pad)
+        return generation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of rollouts so far: it seeds the next one."""
+        return {"rollouts": self._rollouts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rollouts = state_dict["rollouts"]

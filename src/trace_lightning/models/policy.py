@@ -1,0 +1,101 @@
+"""The policy: a Hugging Face causal LM, loaded, optionally made to round like the rollout, and read out as log-probs.
+
+The model stays a plain `PreTrainedModel`, so every checkpoint that transformers loads can be trained and
+`save_pretrained` works. The vocabulary projection is kept apart from the body: for a large vocabulary [B, T, V] must
+never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trace_lightning.models.resolve import resolve_model_path
+from trace_lightning.quantization.qat import install_qat
+from trace_lightning.quantization.rounding import Rounding
+from trace_lightning.types import QuantRecipe
+
+
+def load_policy(
+    path: str, recipe: QuantRecipe, *, dtype: torch.dtype, attention: str = "sdpa", gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """Load a causal LM and install the trainer's side of `recipe`.
+
+    Args:
+        path: `builtin:...`, `prepared:...` or a directory in Hugging Face format.
+        recipe: with `trainer=qat` the forward rounds like the rollout; with `bf16` the model stays as it is.
+        dtype: of the master weights.
+        attention: attention implementation of transformers.
+        gradient_checkpointing: recompute the layers in the backward pass.
+
+    Raises:
+        ValueError: if the path is not a model, or the recipe does not fit it.
+    """
+    model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=dtype)
+    applied = recipe if recipe.trainer == "qat" else QuantRecipe()
+    install_qat(model, applied, attention=attention)
+    if gradient_checkpointing:
+        # Renamed in transformers 5; the old name warns in new versions, the new one is absent in older ones.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return model
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside a model and make sure that completions can end and be padded.
+
+    Raises:
+        ValueError: if it has no EOS token. A missing pad token falls back to EOS: masks never look at ids.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(path))
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {path} has no EOS token, so completions could only end by length. "
+            "Set one in its tokenizer_config.json (eos_token)."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every id that ends a completion: from generation config, model config and tokenizer (Llama has three)."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        value: Any = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return found
+
+
+def final_hidden(model: PreTrainedModel, token_ids_BT: Tensor, rounding: Rounding | None = None) -> Tensor:
+    """Hidden states [B, T, hidden] after the final norm, of right-padded sequences.
+
+    Padding on the right is never attended by real tokens, so no mask is needed.
+    """
+    body = model.get_decoder()
+    kwargs: dict[str, Any] = {} if rounding is None else {"trace_ctx": rounding}
+    return body(input_ids=token_ids_BT, use_cache=False, **kwargs).last_hidden_state
+
+
+def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The map from final hidden states [n, hidden] to logits [n, V], with the scaling and caps some families use."""
+    head: nn.Module = model.get_output_embeddings()
+    config = model.config
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def project(hidden: Tensor) -> Tensor:
+        return finish_logits(head(hidden), scale, cap)
+
+    return project
+
+
+def finish_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Apply a family's logit scale and soft cap."""
+    logits = logits if scale == 1.0 else logits * scale
+    return logits if cap is None else torch.tanh(logits / cap) * cap

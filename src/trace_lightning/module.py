@@ -1,0 +1,279 @@
+"""`PolicyModule`: owns the policy and the RL loss, and turns one finished rollout into optimizer steps.
+
+    RolloutBatch (filled by the Rollout callback)
+      -> old log-probs, divergence of trainer and rollout          measured before the first update
+      -> num_iterations x num_minibatches optimizer steps          each: micro-batches by token budget -> clip -> step
+
+Optimisation is manual: one dataloader batch is several steps, and every micro-batch divides by the counts of its whole
+step, so `max_tokens_per_microbatch` only trades memory for speed. Generation is not here (callbacks/rollout.py), and
+neither are rewards: `state_dict` holds the policy and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import AutoConfig, PreTrainedModel
+
+from trace_lightning.hparams import from_plain, to_plain
+from trace_lightning.metrics import DivergenceMetrics
+from trace_lightning.models.policy import load_policy, load_tokenizer
+from trace_lightning.models.resolve import resolve_model_path
+from trace_lightning.quantization.guidance import MismatchCounts
+from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
+from trace_lightning.rl.corrections import Correction, apply_corrections
+from trace_lightning.rl.losses import GRPO, GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
+from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
+from trace_lightning.rollout.scoring import score
+from trace_lightning.types import QuantRecipe, RolloutBatch
+
+_MAX_BAD_STEPS = 3  # optimizer steps in a row with a non-finite gradient before the run stops
+
+
+class PolicyModule(pl.LightningModule):
+    """A Hugging Face causal LM under reinforcement learning.
+
+    Args:
+        path: the model: a directory in Hugging Face format, `builtin:tiny-qwen3`, or `prepared:smollm2`.
+        recipe: number formats of the rollout; with `recipe.trainer=qat` this module's forward rounds alike.
+        loss: the policy loss; default `GRPO()`.
+        advantages: from rewards to advantages; default `GroupAdvantage()`.
+        corrections: importance weights or masks for the gap between rollout and trainer.
+        learning_rate: of AdamW, after warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
+        weight_decay: of AdamW; 0 for quantised weights, or small ones are pulled through the grid.
+        betas: of AdamW.
+        max_grad_norm: gradients are clipped to this global norm.
+        num_iterations: passes over each rollout.
+        num_minibatches: optimizer steps per pass.
+        max_tokens_per_microbatch: padded tokens per forward pass; lower it when memory is short.
+        attention: attention implementation of transformers for training.
+        gradient_checkpointing: recompute activations in the backward pass.
+
+    Raises:
+        ValueError: if the model cannot be found, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        recipe: QuantRecipe | None = None,
+        loss: PolicyLoss | None = None,
+        advantages: AdvantageEstimator | None = None,
+        corrections: list[Correction] | None = None,
+        learning_rate: float = 1e-6,
+        warmup_steps: int = 0,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        max_grad_norm: float = 1.0,
+        num_iterations: int = 1,
+        num_minibatches: int = 1,
+        max_tokens_per_microbatch: int = 16384,
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.save_hyperparameters({name: to_plain(value) for name, value in arguments.items()})
+        for name in ("num_iterations", "num_minibatches", "max_tokens_per_microbatch", "max_grad_norm", "learning_rate"):
+            if arguments[name] <= 0:
+                raise ValueError(f"model.{name}={arguments[name]} must be above 0")
+        if getattr(from_plain(loss), "beta", 0) > 0:
+            raise ValueError("model.loss.beta > 0 needs a reference policy, which is not supported yet; use beta=0")
+        self.automatic_optimization = False
+        self.path, self.recipe = path, from_plain(recipe) or QuantRecipe()
+        self.loss: PolicyLoss = from_plain(loss) or GRPO()
+        self.advantages: AdvantageEstimator = from_plain(advantages) or GroupAdvantage()
+        self.corrections: list[Correction] = from_plain(corrections or [])
+        self.learning_rate, self.warmup_steps, self.weight_decay = learning_rate, warmup_steps, weight_decay
+        self.betas, self.max_grad_norm = tuple(betas), max_grad_norm
+        self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
+        self.tokenizer = load_tokenizer(path)
+        config = AutoConfig.from_pretrained(resolve_model_path(path))
+        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.policy: PreTrainedModel | None = None
+        self.divergence = DivergenceMetrics()
+        self._bad_steps = 0
+
+    def configure_model(self) -> None:
+        """Load the policy once, in FP32 masters."""
+        if self.policy is None:
+            self.policy = load_policy(
+                self.path,
+                self.recipe,
+                dtype=torch.float32,
+                attention=self.attention,
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with linear warm-up, stepped once per optimizer step."""
+        assert self.policy is not None
+        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay  # type: ignore[arg-type]
+        )
+        warmup = max(1, self.warmup_steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave the batch where it is: micro-batches are moved one by one, just before their forward."""
+        return batch
+
+    def on_fit_start(self) -> None:
+        """Refuse a precision under which gradient clipping would see scaled gradients."""
+        if str(self.trainer.precision) == "16-mixed":
+            raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """All optimizer steps of one rollout, and its metrics."""
+        if batch.rewards_B is None or batch.sampling is None:
+            raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
+        begin = time.perf_counter()
+        batch.advantages_B = self.advantages(batch.rewards_B.view(-1, batch.num_generations)).flatten()
+        assert batch.completion_mask_BT is not None
+        batch.completion_mask_BT &= ~batch.rewards_B.isnan().unsqueeze(1)  # not scored: not learned from
+        multi_step = self.num_iterations * self.num_minibatches > 1
+        old = self._old_logprobs(batch) if multi_step else None
+        self._collected: list[dict[str, SumCount]] = []
+        self._mismatch = MismatchCounts()
+        self.divergence.reset()
+        for iteration in range(self.num_iterations):
+            self._first_pass = iteration == 0
+            for indices in self._minibatches(len(batch.completions), iteration):
+                self._optimizer_step(batch, indices, old)
+        batch.seconds["train"] = time.perf_counter() - begin
+        self._log_step(batch)
+
+    def _minibatches(self, num_sequences: int, iteration: int) -> list[list[int]]:
+        if self.num_minibatches > num_sequences:
+            raise ValueError(f"model.num_minibatches={self.num_minibatches}, but a rollout has {num_sequences} sequences")
+        generator = torch.Generator().manual_seed(self.trainer.global_step * 1009 + iteration)
+        order = torch.randperm(num_sequences, generator=generator)
+        return [part.tolist() for part in order.tensor_split(self.num_minibatches)]
+
+    def _plan(self, batch: RolloutBatch, indices: list[int]) -> list[list[int]]:
+        sequences = list(batch.sequences())
+        lengths = [len(sequences[i][0].token_ids) + len(sequences[i][1].token_ids) for i in indices]
+        plan = [[indices[i] for i in part] for part in plan_microbatches(lengths, self.max_tokens_per_microbatch)]
+        most = self.trainer.strategy.reduce(torch.tensor(len(plan), device=self.device), reduce_op="max")
+        return pad_plan(plan, int(most))
+
+    @torch.no_grad()
+    def _old_logprobs(self, batch: RolloutBatch) -> Tensor:
+        """The trainer's log-probs before the first update, [B, T] on the device."""
+        assert batch.token_ids_BT is not None and batch.sampling is not None and self.policy is not None
+        old = torch.zeros(batch.token_ids_BT.shape, device=self.device)
+        for indices in self._plan(batch, list(range(len(batch.completions)))):
+            micro = take(batch, indices, self.device)
+            if indices:
+                logprobs, _ = score(self.policy, micro, temperature=batch.sampling.temperature)
+                old[torch.tensor(indices, device=self.device), : logprobs.shape[1]] = logprobs
+        return old
+
+    def _optimizer_step(self, batch: RolloutBatch, indices: list[int], old: Tensor | None) -> None:
+        assert self.policy is not None and batch.completion_mask_BT is not None and batch.sampling is not None
+        optimizer: Optimizer = self.optimizers()  # type: ignore[assignment]
+        optimizer.zero_grad()
+        counts = self._global_counts(batch.completion_mask_BT[indices], batch.sampling.max_new_tokens)
+        with self.policy.trace_qat.cache_weights():  # type: ignore[union-attr]
+            for part in self._plan(batch, indices):
+                micro = take(batch, part, self.device)
+                micro_old = None if old is None or not part else old[part, : micro.mask_BT.shape[1]]
+                loss = self._micro_loss(micro, micro_old, batch.sampling.temperature, counts)
+                # DDP averages gradients over ranks; the loss is already divided by global counts.
+                self.manual_backward(loss * self.trainer.world_size)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+        self._guard(norm)
+        if torch.isfinite(norm):
+            optimizer.step()
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+        one = torch.ones((), device=norm.device)
+        skipped = (~torch.isfinite(norm)).float()
+        self._collected.append({"grad_norm": (norm, one), "skipped_steps": (skipped, one), "loss": (one * 0, one)})
+
+    def _guard(self, norm: Tensor) -> None:
+        self._bad_steps = 0 if torch.isfinite(norm) else self._bad_steps + 1
+        if self._bad_steps >= _MAX_BAD_STEPS:
+            raise ValueError(
+                f"the gradient was not finite in {_MAX_BAD_STEPS} optimizer steps in a row; the weights were not touched. "
+                "Lower model.learning_rate, or look at the divergence metrics of the last steps."
+            )
+
+    def _micro_loss(self, micro: MicroBatch, old: Tensor | None, temperature: float, counts: GlobalCounts) -> Tensor:
+        assert self.policy is not None
+        logprobs, entropy = score(self.policy, micro, temperature=temperature)
+        old = logprobs.detach() if old is None else old
+        corrected = apply_corrections(self.corrections, old, micro.rollout_logprobs_BT, micro.mask_BT)
+        outputs = self.loss(
+            LossInputs(
+                policy_logprobs_BT=logprobs,
+                old_logprobs_BT=old,
+                rollout_logprobs_BT=micro.rollout_logprobs_BT,
+                advantages_B=micro.advantages_B,
+                mask_BT=micro.mask_BT,
+                weights_BT=corrected.weights_BT,
+                counts=counts,
+            )
+        )
+        metrics = {**outputs.metrics, **corrected.metrics, "entropy": sum_count(entropy, micro.mask_BT)}
+        # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
+        metrics["loss"] = (outputs.loss.detach(), torch.zeros((), device=self.device))
+        self._collected.append(metrics)
+        if self._first_pass:
+            self.divergence.update(old, micro.rollout_logprobs_BT, micro.mask_BT)
+            if micro.guidance is not None:
+                self._mismatch.merge(micro.guidance.mismatch)
+        return outputs.loss
+
+    def _global_counts(self, mask_BT: Tensor, max_completion_length: int) -> GlobalCounts:
+        own = GlobalCounts.from_mask(mask_BT, max_completion_length)
+        pair = torch.tensor([own.num_tokens, own.num_sequences], device=self.device)
+        tokens, sequences = self.trainer.strategy.reduce(pair, reduce_op="sum").tolist()
+        return GlobalCounts(tokens, sequences, max_completion_length)
+
+    def _log_step(self, batch: RolloutBatch) -> None:
+        """Log what was measured in this step, summed over micro-batches and ranks."""
+        merged = merge_metrics(self._collected)
+        sums = torch.stack([torch.stack([total.float(), count.float()]) for total, count in merged.values()])
+        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        values = {name: (total / count) for name, (total, count) in zip(merged, sums, strict=True) if count > 0}
+        values |= self.divergence.compute()
+        values |= {f"guidance/code_mismatch_{name}": value for name, value in self._mismatch.compute().items()}
+        if batch.guidance is not None:
+            values["guidance/bytes_per_token"] = batch.guidance.bytes_per_token
+        values["learning_rate"] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        self.log_dict(values, batch_size=len(batch.prompts))
+
+    def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """Held-out reward under the rollout policy (sampled, as in training)."""
+        self._evaluate(batch, "heldout")
+
+    def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """As `validation_step`, under `test/`."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: RolloutBatch, prefix: str) -> None:
+        if batch.rewards_B is None:
+            raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
+        scored = batch.rewards_B[~batch.rewards_B.isnan()]
+        if len(scored):
+            self.log(f"{prefix}/reward", scored.mean(), batch_size=len(scored), on_epoch=True, sync_dist=True)
+        lengths = torch.tensor([float(len(c.token_ids)) for c in batch.completions])
+        self.log(f"{prefix}/mean_length", lengths.mean(), batch_size=len(lengths), on_epoch=True, sync_dist=True)
+
+    def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Prompt, completion and reward of each sequence."""
+        rewards = [None] * len(batch.completions) if batch.rewards_B is None else batch.rewards_B.tolist()
+        return [
+            {"prompt": prompt.problem.prompt, "completion": completion.text, "reward": reward}
+            for (prompt, completion), reward in zip(batch.sequences(), rewards, strict=True)
+        ]

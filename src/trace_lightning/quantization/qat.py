@@ -1,0 +1,233 @@
+"""The trainer's quantised forward: Hugging Face modules whose linears and attention round like the rollout.
+
+    decoder layer --(kwarg trace_ctx)--> QATLinear: site(x), Q(W), F.linear      attention: rotate, k, v sites, sdpa
+
+`install_qat(model, recipe)` swaps the `nn.Linear`s of the quantised groups for `QATLinear`s that own the *same*
+parameters (names, optimizer and state_dict do not change), and points attention at a registered function. How a site
+rounds travels with the call: `model(ids, trace_ctx=GuidedRounding(rows))`. transformers hands unknown keyword
+arguments down to every decoder layer, also when gradient checkpointing calls it a second time in the backward pass, so
+the recomputed forward is guided by the same rows. MLP linears get no keyword arguments; a hook on the layer tells them.
+
+What was left out: a cache object for K/V (training has none), and any rounding of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trace_kernels import BlockFormat, get_format, straight_through
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
+from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
+from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
+from trace_lightning.types import QuantRecipe
+
+
+class LayerState:
+    """How the sites of one decoder layer round in the call that runs now."""
+
+    def __init__(self) -> None:
+        self.rounding: Rounding = NEAREST
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the decoder layer."""
+        self.rounding = kwargs.get("trace_ctx") or NEAREST
+
+
+class QATGroup:
+    """Linears that share one input: its site, their formats, and their common outer weight scale."""
+
+    def __init__(
+        self, group: LinearGroup, state: LayerState, weights: BlockFormat | None, activations: BlockFormat | None
+    ) -> None:
+        self.layer, self.site, self.state = group.layer, group.site, state
+        self.weights, self.activations = weights, activations
+        self.members: list[QATLinear] = []
+        self.cached: dict[int, Tensor] | None = None
+        self._input: Tensor | None = None
+        self._rounded: Tensor | None = None
+        self._uses = 0
+
+    def round_input(self, x: Tensor) -> Tensor:
+        """The input as the rollout would see it; rounded once for all members."""
+        if self.activations is None:
+            return x
+        if self._input is not x:
+            flat = x.reshape(-1, x.shape[-1])
+            rounded = round_site(flat, self.layer, self.site, self.activations, self.state.rounding)
+            self._input, self._rounded, self._uses = x, rounded.view(x.shape), 0
+        assert self._rounded is not None
+        rounded, self._uses = self._rounded, self._uses + 1
+        if self._uses == len(self.members):
+            self._input = self._rounded = None
+        return rounded
+
+    def round_weight(self, linear: QATLinear) -> Tensor:
+        """`DQ(Q(W))` under the group's outer scale, with a straight-through gradient."""
+        if self.weights is None:
+            return linear.weight
+        value = None if self.cached is None else self.cached.get(id(linear))
+        if value is None:
+            with torch.no_grad():
+                amax = torch.stack([member.weight.abs().amax() for member in self.members]).amax().float()
+                outer = self.weights.outer_from_amax(amax.reshape(1, 1))
+                value = quantized_weight(linear.weight, self.weights, outer)
+            if self.cached is not None:
+                self.cached[id(linear)] = value
+        return straight_through(linear.weight, value)
+
+
+def quantized_weight(weight: Tensor, fmt: BlockFormat, outer: Tensor | None) -> Tensor:
+    """`DQ(Q(W))` in the dtype of `weight`; FP8 has one scale per output row, so the group's outer scale is not used."""
+    return fmt.dequantize(fmt.quantize(weight, outer if fmt.guidable else None), weight.dtype)
+
+
+class QATLinear(nn.Linear):
+    """An `nn.Linear` whose input and weight are rounded like the rollout's. Shares parameters with its original."""
+
+    def __init__(self, original: nn.Linear, group: QATGroup) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.weight, self.bias = original.weight, original.bias
+        self.group = group
+        group.members.append(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.group.round_input(x), self.group.round_weight(self), self.bias)
+
+
+class QATKV:
+    """The k and v sites of one attention module."""
+
+    def __init__(
+        self, layer: int, fmt: BlockFormat | None, attention: nn.Module, norm: nn.Module | None, rotated: bool
+    ) -> None:
+        self.layer, self.fmt, self.rotated = layer, fmt, rotated
+        self._modules = (attention, norm)  # a tuple hides them from nn.Module's registration
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated query, and key and value as attention reads them from the cache. All [B, H, T, D]."""
+        if self.fmt is None:
+            return query, key, value
+        if self.rotated:
+            query, key = rotate(query), rotate(key)
+        weights = KVWeights.of(*self._modules)
+        outer = kv_outer_scales(weights, key.shape[1], self.fmt, rotated=self.rotated, device=key.device)
+        return query, self._round(key, "k", rounding, outer[0]), self._round(value, "v", rounding, outer[1])
+
+    def _round(self, x_BHTD: Tensor, site: str, rounding: Rounding, outer: Tensor | None) -> Tensor:
+        tokens = x_BHTD.transpose(1, 2)
+        rounded = round_site(tokens.flatten(0, 1), self.layer, site, self.fmt, rounding, outer)
+        return rounded.view(tokens.shape).transpose(1, 2)
+
+
+def _attention(base: str) -> Any:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        rounding = kwargs.pop("trace_ctx", None) or NEAREST
+        if hasattr(rounding, "attend"):  # the engine's context owns a paged cache
+            return rounding.attend(module, query, key, value, kwargs), None
+        query, key, value = module.trace_kv(query, key, value, rounding)
+        return ALL_ATTENTION_FUNCTIONS[base](module, query, key, value, attention_mask, **kwargs)
+
+    return attend
+
+
+def register_attention(base: str) -> str:
+    """Register the quantising wrapper of an attention implementation of transformers; returns its name."""
+    name = f"trace_{base}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(name, _attention(base))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return name
+
+
+@dataclass
+class QATState:
+    """What `install_qat` put into a model; found again as `model.trace_qat`."""
+
+    layout: Layout
+    groups: list[QATGroup] = field(default_factory=list)
+    kvs: list[QATKV] = field(default_factory=list)
+
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        """Run the model in full precision inside the block: what an unquantised decoder must reproduce."""
+        holders = [(g, n) for g in self.groups for n in ("weights", "activations")] + [(kv, "fmt") for kv in self.kvs]
+        saved = [getattr(holder, name) for holder, name in holders]
+        for holder, name in holders:
+            setattr(holder, name, None)
+        try:
+            yield
+        finally:
+            for (holder, name), value in zip(holders, saved, strict=True):
+                setattr(holder, name, value)
+
+    @contextmanager
+    def cache_weights(self) -> Iterator[None]:
+        """Quantise each weight once inside the block. No optimizer step may happen in it."""
+        for group in self.groups:
+            group.cached = {}
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.cached = None
+
+
+def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str = "sdpa") -> QATState:
+    """Make the forward of `model` round by `recipe`, in place.
+
+    Args:
+        model: any causal LM of transformers whose layers pass keyword arguments on to attention.
+        recipe: weights, activations and kv_cache formats; its `trainer` switch is the caller's business.
+        attention: the implementation of transformers that attends to the rounded K/V, e.g. `sdpa`.
+
+    Raises:
+        ValueError: if `attention` is unknown, or `kv_rotation` meets a head dim that 16 does not divide.
+    """
+    if attention not in ALL_ATTENTION_FUNCTIONS.valid_keys() and attention != "eager":
+        raise ValueError(f"attention {attention!r} is unknown; choose one of {sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())}")
+    layout = read_layout(model, recipe)
+    states = [LayerState() for _ in layout.layers]
+    for layer, state in zip(layout.layers, states, strict=True):
+        layer.register_forward_pre_hook(state, with_kwargs=True)
+    qat = QATState(layout)
+    weights, activations = (get_format(f, four_over_six=recipe.four_over_six) for f in (recipe.weights, recipe.activations))
+    for group in layout.groups:
+        qat_group = QATGroup(group, states[group.layer], weights, activations)
+        qat.groups.append(qat_group)
+        for name, linear in zip(group.names, group.linears, strict=True):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, QATLinear(linear, qat_group))
+    qat.kvs = _install_kv(model, layout, recipe, attention)
+    model.trace_qat = qat  # type: ignore[assignment]
+    return qat
+
+
+def _install_kv(model: PreTrainedModel, layout: Layout, recipe: QuantRecipe, attention: str) -> list[QATKV]:
+    kvs = []
+    wanted = recipe.quantized_layers(len(layout.layers))
+    fmt, rotated = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six), recipe.kv_rotation == "hadamard"
+    for index, layer in enumerate(layout.layers):
+        module = attention_module(layer)
+        if module is None:
+            raise ValueError(f"layer {index} of {type(model).__name__} has no attention module that could be quantised")
+        head_dim = getattr(module, "head_dim", 16)
+        if rotated and head_dim % 16:
+            raise ValueError(f"recipe.kv_rotation=hadamard needs a head dim divisible by 16, this model has {head_dim}")
+        norm = getattr(layer, "input_layernorm", None)
+        module.trace_kv = QATKV(index, fmt if index in wanted else None, module, norm, rotated)
+        kvs.append(module.trace_kv)
+    model.set_attn_implementation(register_attention(attention))
+    return kvs

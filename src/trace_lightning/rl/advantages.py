@@ -1,0 +1,109 @@
+"""From rewards to advantages: how much better an answer is than its siblings of the same prompt.
+
+Two readings of "std" and three kinds of bad reward cause most surprises here, so they are settled once:
+
+  * A reward of NaN means "not scored". It counts neither in the mean nor in the std, and its advantage is 0.
+  * A group with fewer than two scored answers, or with all scores equal, has nothing to compare: advantages are 0.
+  * Whether a group has zero variance is a property of that group, also where the scale is the batch's std.
+
+Left out: whitening over the batch, which moves the mean as well and so rewards easy prompts over hard ones; and
+leave-one-out (RLOO), which equals `scale: none` times G / (G - 1), a constant that the learning rate absorbs.
+
+    P prompts    G answers per prompt (`rollout.num_generations`)
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+class AdvantageEstimator(ABC):
+    """Maps rewards to advantages of the same shape. A plain ABC so that configs can name any subclass."""
+
+    @abstractmethod
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        """Advantages [prompts, group] FP32 from rewards [prompts, group]; NaN rewards get advantage 0."""
+
+
+@dataclass(frozen=True)
+class GroupAdvantage(AdvantageEstimator):
+    """`(R - mean of the group) / (std + eps)`, the advantage of GRPO (arXiv 2402.03300), with TRL's n - 1 std.
+
+    Args:
+        scale: `group`, the std of each group (GRPO); `batch`, the std of all scored rewards in the call (arXiv
+            2508.08221); `none`, no division (Dr. GRPO, arXiv 2503.20783). With `batch` and several ranks, pass the
+            gathered rewards, or the scale differs between ranks.
+        eps: added to the std; TRL's value.
+    """
+
+    scale: Literal["group", "batch", "none"] = "group"
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("group", "batch", "none"):
+            raise ValueError(f"advantages.scale={self.scale!r}: expected group, batch or none")
+        if self.eps < 0:
+            raise ValueError(f"advantages.eps={self.eps} must be >= 0")
+
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        """Advantages [P, G] FP32.
+
+        Raises:
+            ValueError: rewards that are not [prompts, group], a group of one, or an infinite reward.
+        """
+        _check(rewards_PG)
+        rewards_PG = rewards_PG.float()
+        if rewards_PG.isnan().any():
+            warnings.warn("some completions were not scored (NaN reward) and are left out of learning", stacklevel=2)
+        mean_P, std_P, _ = group_statistics(rewards_PG)
+        advantages_PG = rewards_PG - mean_P[:, None]
+        if self.scale == "group":
+            advantages_PG = advantages_PG / (std_P[:, None] + self.eps)
+        elif self.scale == "batch":
+            _, std_1, _ = group_statistics(rewards_PG.reshape(1, -1))
+            advantages_PG = advantages_PG / (std_1 + self.eps)
+        silent_PG = rewards_PG.isnan() | zero_variance_groups(rewards_PG)[:, None]
+        return advantages_PG.masked_fill(silent_PG, 0.0)
+
+
+def group_statistics(rewards_PG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, std (n - 1) and number of the scored (not NaN) rewards of each group.
+
+    Returns:
+        `mean_P` FP32, NaN without scores; `std_P` FP32, NaN below two scores; `count_P` int64.
+    """
+    scored_PG = ~rewards_PG.isnan()
+    count_P = scored_PG.sum(dim=-1)
+    mean_P = rewards_PG.float().nanmean(dim=-1)
+    squares_PG = (rewards_PG.float() - mean_P[:, None]).square()
+    variance_P = squares_PG.nansum(dim=-1) / (count_P - 1)
+    return mean_P, torch.where(count_P > 1, variance_P, torch.nan).sqrt(), count_P
+
+
+def zero_variance_groups(rewards_PG: Tensor) -> Tensor:
+    """Which groups teach nothing: all scored rewards equal, or fewer than two scored. Bool [P].
+
+    Compared by range, not by std: the std of n equal rewards may come out as 1e-8 instead of 0.
+    """
+    unscored_PG = rewards_PG.isnan()
+    highest_P = rewards_PG.masked_fill(unscored_PG, -torch.inf).amax(dim=-1)
+    lowest_P = rewards_PG.masked_fill(unscored_PG, torch.inf).amin(dim=-1)
+    return highest_P <= lowest_P  # without any score: -inf <= inf
+
+
+def _check(rewards_PG: Tensor) -> None:
+    if rewards_PG.ndim != 2:
+        raise ValueError(f"rewards of shape {tuple(rewards_PG.shape)}: expected [prompts, group]")
+    if rewards_PG.shape[1] < 2:
+        raise ValueError(
+            f"groups of {rewards_PG.shape[1]}: an advantage compares answers to the same prompt. Set "
+            "rollout.num_generations to 2 or more."
+        )
+    if rewards_PG.isinf().any():
+        raise ValueError("a reward is infinite; return a finite number, or None for a completion that was not scored")

@@ -1,0 +1,221 @@
+"""`LocalEngine`: the library's own rollout engine, on the device of the policy.
+
+    load_weights   masters -> packed FP4 snapshot, in place; K/V outer scales renewed; the version moves last
+    generate       admit and prefill groups | start samples | decode one token for all | retire finished ones
+
+One decode step: pages -> slots, decoder forward, FP32 logits, counter-based sampling, one transfer of the drawn tokens
+to the host for the stop checks. Everything numerical is the trainer's own code: the quantisers, the K/V scales, the
+log-softmax at the sampling temperature.
+
+What was left out here: Triton kernels and CUDA graphs. Every op is plain torch, on CPU and GPU alike (`reference` path).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from trace_kernels import BlockFormat
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trace_lightning.models.layout import read_layout
+from trace_lightning.models.policy import eos_token_ids
+from trace_lightning.quantization.guidance import GuidanceRecorder
+from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
+from trace_lightning.rollout.decoder import FUSED_FAMILIES, Decoder, FusedDecoder
+from trace_lightning.rollout.generation import GenerationRun
+from trace_lightning.rollout.hf_decoder import HFDecoder
+from trace_lightning.rollout.kv_pool import PagedKV, PagePool
+from trace_lightning.rollout.scheduler import Group, Scheduler
+from trace_lightning.rollout.verify import check_decoder
+from trace_lightning.types import Prompt, QuantRecipe, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class LocalEngine(RolloutEngine):
+    """FP4 (or FP8, or unquantised) rollouts with a paged KV cache and continuous batching.
+
+    Args:
+        max_num_seqs: sequences that decode side by side.
+        page_size: tokens per KV page.
+        kv_cache_tokens: size of the cache; default: what one `generate` needs, bounded by `memory_fraction`.
+        memory_fraction: on a GPU, the share of free memory the cache may take.
+        prefill_tokens: prompt tokens per prefill pass.
+        decoder: `auto` takes the fused decoder for the families it knows and transformers' modules otherwise.
+        verify: compare the decoder with the policy's own forward once, when weights are first loaded.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int = 512,
+        page_size: int = 16,
+        kv_cache_tokens: int | None = None,
+        memory_fraction: float = 0.4,
+        prefill_tokens: int = 8192,
+        decoder: Literal["auto", "fused", "hf"] = "auto",
+        verify: bool = True,
+    ) -> None:
+        for name, value in {"max_num_seqs": max_num_seqs, "page_size": page_size, "prefill_tokens": prefill_tokens}.items():
+            if value < 1:
+                raise ValueError(f"engine.{name}={value} must be at least 1")
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(f"engine.memory_fraction={memory_fraction} must be in (0, 1]")
+        self.max_num_seqs, self.page_size, self.kv_cache_tokens = max_num_seqs, page_size, kv_cache_tokens
+        self.memory_fraction, self.prefill_tokens = memory_fraction, prefill_tokens
+        self.decoder_kind, self.verify = decoder, verify
+        self._version = -1
+        self._decoder: Decoder | None = None
+        self._kv: PagedKV | None = None
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def decoder(self) -> Decoder:
+        """The snapshot; for tests and the probe."""
+        assert self._decoder is not None, "call setup first"
+        return self._decoder
+
+    def setup(
+        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe, *, dtype: torch.dtype
+    ) -> None:
+        known = policy.config.model_type in FUSED_FAMILIES
+        if self.decoder_kind == "fused" and not known:
+            raise ValueError(
+                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}; use auto or hf"
+            )
+        fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
+        if not fused:
+            log.info("rollouts of %s run through transformers' modules (slower)", policy.config.model_type)
+        self.recipe, self.dtype, self._policy = recipe, dtype, policy
+        self._version = -1
+        self.device = next(policy.parameters()).device
+        self.tokenizer, self.eos = tokenizer, eos_token_ids(policy, tokenizer)
+        self._decoder = (FusedDecoder if fused else HFDecoder)(policy, recipe, dtype)
+        self._stop_cache: dict[str, set[int]] = {}
+        self._verified = not self.verify
+        self._kv = None
+        self.guidance_keys = self._guidance_keys(policy)
+
+    def _guidance_keys(self, policy: PreTrainedModel) -> set[tuple[int, str]]:
+        """The (layer, site) pairs that guidance covers and that this model has."""
+        sites = {(group.layer, group.site) for group in read_layout(policy, self.recipe).groups}
+        for layer, fmt in enumerate(self.decoder.kv_formats):
+            sites |= {(layer, "k"), (layer, "v")} if fmt is not None else set()
+        layers = self.recipe.guided_layers(len(self.decoder.kv_formats))
+        keys = {(layer, site) for layer, site in sites if layer in layers and site in self.recipe.guided_sites}
+        if self.recipe.guided_sites and not keys:
+            raise ValueError(
+                f"guidance covers {', '.join(self.recipe.guided_sites)} of layers {layers}, but {type(policy).__name__} "
+                "quantises nothing there. Widen guidance.layers or guidance.sites, or set guidance.mode=none."
+            )
+        return keys
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        tensors = {name: tensor.detach() for name, tensor in weights}
+        if not self._verified:
+            self.decoder.load_weights(tensors.items(), quantize=False)
+            check_decoder(self.decoder, self._policy, self.dtype)
+            self._verified = True
+        self.decoder.load_weights(tensors.items())
+        if self._kv is not None:
+            self._renew_outer(self._kv)
+        self._version = version
+
+    def _renew_outer(self, kv: PagedKV) -> None:
+        for layer in range(len(kv.layers)):
+            kv.set_outer(layer, *self.decoder.kv_outer(layer))
+
+    def _new_kv(self, formats: list[BlockFormat | None], num_tokens: int) -> PagedKV:
+        return PagedKV(
+            formats,
+            num_pages=-(-num_tokens // self.page_size),
+            page_size=self.page_size,
+            num_kv_heads=self.decoder.num_kv_heads,
+            head_dim=self.decoder.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _reserve_cache(self, prompts: list[Prompt], params: SamplingParams, num_samples: int) -> PagePool:
+        """Pages that let `max_num_seqs` sequences of this call run.
+
+        The storage is kept from call to call while large enough. The page numbers start afresh, so a call that was
+        interrupted takes no pages with it.
+        """
+        longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
+        side_by_side = min(len(prompts) * num_samples, self.max_num_seqs)
+        wanted = self.kv_cache_tokens or (side_by_side + min(len(prompts), side_by_side)) * (longest + self.page_size)
+        if self._kv is not None:
+            if self._kv.num_pages * self.page_size >= wanted or self.kv_cache_tokens:
+                return PagePool(self._kv.num_pages, self.page_size)
+            self._kv = None  # free the smaller one first
+        if self.device.type == "cuda" and not self.kv_cache_tokens:
+            per_token = self._new_kv(self.decoder.kv_formats, self.page_size).nbytes / self.page_size
+            free = torch.cuda.mem_get_info(self.device)[0]
+            wanted = min(wanted, int(free * self.memory_fraction / per_token))
+        self._kv = self._new_kv(self.decoder.kv_formats, max(wanted, self.page_size))
+        self._renew_outer(self._kv)
+        return PagePool(self._kv.num_pages, self.page_size)
+
+    def _check_context(self, prompts: list[Prompt], params: SamplingParams) -> None:
+        """Refuse positions that the model does not have: learned ones would fail later, rotary ones be wrong."""
+        limit = getattr(self._policy.config, "max_position_embeddings", None)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if limit is not None and longest + params.max_new_tokens > limit:
+            raise ValueError(
+                f"a prompt of {longest} and max_new_tokens={params.max_new_tokens} exceed the context of "
+                f"{type(self._policy).__name__}, {limit} tokens. Lower sampling.max_new_tokens or limit the prompts."
+            )
+
+    def _stop_ids(self, params: SamplingParams) -> set[int]:
+        ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos)
+        for text in params.stop:
+            if text not in self._stop_cache:
+                # Decoded one by one: a token's raw form hides spaces and newlines in many tokenizers.
+                pieces = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
+                self._stop_cache[text] = {i for i, piece in enumerate(pieces) if text in piece}
+            if not self._stop_cache[text]:
+                raise ValueError(f"sampling.stop has {text!r}, which no token of this tokenizer contains")
+            ids |= self._stop_cache[text]
+        return ids
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams,
+        *,
+        num_samples: int = 1,
+        record_guidance: bool = False,
+        progress: Progress | None = None,
+    ) -> Generation:
+        prompts = list(prompts)
+        if not prompts or num_samples < 1:
+            raise ValueError(f"nothing to generate: {len(prompts)} prompts, {num_samples} samples each")
+        if self._version < 0:
+            raise ValueError("the engine has no weights yet: call load_weights first")
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise ValueError(f"prompt {prompt.uid} is empty: there is nothing to condition on")
+        self._check_context(prompts, params)
+        pool = self._reserve_cache(prompts, params, num_samples)
+        assert self._kv is not None
+        recorder = None
+        if record_guidance and self.guidance_keys:
+            store = torch.device("cpu") if self.recipe.guidance.store == "host" else self.device
+            recorder = GuidanceRecorder(self.recipe.guidance, self.guidance_keys, store)
+        run = GenerationRun(self.decoder, self._kv, params, self._stop_ids(params), recorder, self._version)
+        audited = self.recipe.guidance.audit_sequences if recorder else 0
+        groups = [Group(prompt, i, num_samples, audited=i < audited) for i, prompt in enumerate(prompts)]
+        scheduler = Scheduler(groups, pool, max_num_seqs=self.max_num_seqs, max_new_tokens=params.max_new_tokens)
+        generation = run.run(scheduler, self.prefill_tokens, progress)
+        for completion in generation.completions:
+            completion.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return generation

@@ -1,0 +1,140 @@
+"""The compatibility decoder: any causal LM, through the modules of transformers.
+
+It owns a second copy of the model whose linears hold the snapshot's dequantised weights, and runs flat tokens as one
+row `[1, N]` with explicit positions. Everything but attention works token by token, and attention is ours: the context
+passed as `trace_ctx` reaches the registered attention function, which writes K and V to the pages and reads them back.
+Same quantisers, same cache, slower (one Python call per module). Architectures that mix tokens anywhere else (state
+spaces, convolutions, attention that ignores the registered function) are caught by the engine's check against the
+model's own logits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trace_kernels import get_format
+from transformers import PreTrainedModel
+
+from trace_lightning.models.layout import attention_module, find_decoder_layers
+from trace_lightning.models.policy import logits_head
+from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
+from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
+from trace_lightning.quantization.rounding import NearestRounding
+from trace_lightning.rollout.batch import ForwardBatch, paged_attention
+from trace_lightning.rollout.decoder import Decoder, check_names
+from trace_lightning.rollout.kv_pool import PagedKV
+from trace_lightning.types import QuantRecipe
+
+
+class _EngineRounding(NearestRounding):
+    """Rounds like the batch's own rounding, and answers the attention calls of one forward pass."""
+
+    def __init__(self, decoder: HFDecoder, batch: ForwardBatch, kv: PagedKV) -> None:
+        super().__init__(batch.rounding.recorder)
+        self.decoder, self.batch, self.kv, self.calls = decoder, batch, kv, 0
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Called by the registered attention function with [1, heads, N, D]; returns [1, N, heads, D]."""
+        layer = module.layer_idx
+        self.calls += 1
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.decoder.kv_formats[layer] is not None and self.decoder.rotated:
+            q, k = rotate(q), rotate(k)
+        self.kv.write(layer, self.batch.write_slots_N, k, v, self)
+        scaling, window = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("sliding_window")
+        return paged_attention(q, self.kv, layer, self.batch, scaling=scaling, window=window).unsqueeze(0)
+
+
+class HFDecoder(Decoder):
+    """Runs a copy of the policy's own modules against the paged cache."""
+
+    def __init__(self, model: PreTrainedModel, recipe: QuantRecipe, dtype: torch.dtype) -> None:
+        from trace_lightning.quantization.qat import install_qat
+
+        self.recipe, self.dtype, self.rotated = recipe, dtype, recipe.kv_rotation == "hadamard"
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        if not any(isinstance(module, QATLinear) for module in self.model.modules()):
+            install_qat(self.model, recipe)
+        qat: QATState = self.model.trace_qat  # type: ignore[assignment]
+        self.groups = {id(member): group for group in qat.groups for member in group.members}
+        self.weight_format = get_format(recipe.weights, four_over_six=recipe.four_over_six)
+        for group in qat.groups:
+            group.weights = None  # the copy holds values that are quantised already
+        prefix, layers = find_decoder_layers(self.model)
+        self.attentions = [attention_module(layer) for layer in layers]
+        self.norms = [getattr(layer, "input_layernorm", None) for layer in layers]
+        config = self.model.config
+        self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        wanted = recipe.quantized_layers(len(layers))
+        kv = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six)
+        self.kv_formats = [kv if index in wanted else None for index in range(len(layers))]
+        self._outer: list[tuple[Tensor | None, Tensor | None]] = []
+        self._head = logits_head(self.model)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, quantize: bool = True) -> None:
+        tensors = dict(weights)
+        own = dict(self.model.named_parameters())
+        check_names(tensors, set(own), self.model)
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+        # The outer scales come from the masters, so before these are rounded.
+        self._outer = [self._outer_of(index) for index in range(len(self.attentions))]
+        if quantize and self.weight_format is not None:
+            for group in {id(g): g for g in self.groups.values()}.values():
+                amax = torch.stack([member.weight.abs().amax() for member in group.members]).amax().float()
+                outer = self.weight_format.outer_from_amax(amax.reshape(1, 1))
+                for member in group.members:
+                    member.weight.copy_(quantized_weight(member.weight, self.weight_format, outer))
+
+    def _outer_of(self, index: int) -> tuple[Tensor | None, Tensor | None]:
+        fmt, attention = self.kv_formats[index], self.attentions[index]
+        if fmt is None:
+            return None, None
+        assert attention is not None
+        weights, device = KVWeights.of(attention, self.norms[index]), next(self.model.parameters()).device
+        return kv_outer_scales(weights, self.num_kv_heads, fmt, rotated=self.rotated, device=device)
+
+    def kv_outer(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        return self._outer[layer]
+
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        saved, self.kv_formats = self.kv_formats, [None] * len(self.kv_formats)
+        qat: QATState = self.model.trace_qat  # type: ignore[assignment]
+        try:
+            with qat.unquantized():
+                yield
+        finally:
+            self.kv_formats = saved
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        context = _EngineRounding(self, batch, kv)
+        with self._autocast():
+            output = self.model.get_decoder()(
+                input_ids=batch.token_ids_N.unsqueeze(0),
+                position_ids=batch.positions_N.unsqueeze(0),
+                use_cache=False,
+                trace_ctx=context,
+            )
+        if context.calls != len(self.attentions):
+            raise ValueError(
+                f"{type(self.model).__name__} called the registered attention {context.calls} times for "
+                f"{len(self.attentions)} layers, so it cannot run over a paged KV cache"
+            )
+        hidden = output.last_hidden_state[0]
+        return hidden if batch.last_index_B is None else hidden[batch.last_index_B]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with self._autocast():
+            return self._head(hidden).float()
+
+    def _autocast(self) -> torch.autocast:
+        parameter = next(self.model.parameters())
+        return torch.autocast(parameter.device.type, self.dtype, enabled=parameter.dtype != self.dtype)

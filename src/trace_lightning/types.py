@@ -1,0 +1,298 @@
+"""The data that travels between the parts: prompts in, completions out, and the recipe both sides read. No behaviour.
+
+    Problem --tokenise--> Prompt --engine--> Completion x num_generations --rewards--> RolloutBatch --> training_step
+
+`RolloutBatch` is mutable on purpose: the dataloader makes it with prompts only, and the Rollout callback fills it in
+place before `training_step` sees it. Tensors that belong to tokens are aligned with the token itself: entry [b, t] of
+`rollout_logprobs_BT` is the log-probability of `token_ids_BT[b, t]` given the tokens before it.
+
+    B sequences (prompts x num_generations, whole groups side by side)    T tokens, right-padded
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trace_lightning.quantization.guidance import GuidanceRecord
+
+FormatName = Literal["none", "nvfp4", "mxfp4", "fp8"]
+SITES = ("attn_in", "o_in", "mlp_in", "down_in", "k", "v")
+FP4 = ("nvfp4", "mxfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidanceConfig:
+    """What the rollout records of its rounding so that the trainer can follow it (TRACE, arXiv 2610.07767).
+
+    Args:
+        mode: `none`; `parity`, one bit per element; `full`, whole codes.
+        scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
+        layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
+        sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
+            k, v when only the KV cache is.
+        store: where the record waits for the trainer: `device` or `host`.
+        audit_sequences: sequences per rollout whose full codes are kept as well, so that the mismatch of codes is
+            measured and not assumed. 0 turns the measurement off.
+    """
+
+    mode: Literal["none", "full", "parity"] = "none"
+    scales: Literal["whole", "parity"] = "whole"
+    layers: str = "all"
+    sites: list[str] | None = None
+    store: Literal["device", "host"] = "device"
+    audit_sequences: int = 4
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"all|last_half|last:[1-9]\d*", self.layers):
+            raise ValueError(f"guidance.layers={self.layers!r}: expected all, last_half or last:n with n >= 1")
+        for site in self.sites or ():
+            if site not in SITES:
+                raise ValueError(f"guidance.sites names {site!r}; the sites are {', '.join(SITES)}")
+        if self.audit_sequences < 0:
+            raise ValueError("guidance.audit_sequences must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantRecipe:
+    """The single description of the rollout's number formats; engine, trainer, probe and export all read it.
+
+    Args:
+        weights: format of the linear weights in the rollout: `none | nvfp4 | mxfp4 | fp8`.
+        activations: format of the inputs of those linears.
+        kv_cache: format of K and V.
+        trainer: `qat`, the trainer's forward uses the same quantisers; `bf16`, it does not (the naive baseline).
+        guidance: what the rollout records to steer the trainer's rounding.
+        exclude: regular expressions; a linear whose name matches stays in high precision. Embeddings, `lm_head` and
+            routers always do.
+        bf16_layers: decoder layers kept in high precision, e.g. `[first:1, last:2]`.
+        kv_rotation: `hadamard` rotates Q and K (blocks of 16) before K is quantised.
+        four_over_six: NVFP4 blocks try a maximum of 4 as well as 6 and keep the lower error (arXiv 2512.02010).
+    """
+
+    weights: FormatName = "none"
+    activations: FormatName = "none"
+    kv_cache: FormatName = "none"
+    trainer: Literal["bf16", "qat"] = "qat"
+    guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
+    exclude: list[str] = field(default_factory=list)
+    bf16_layers: list[str] = field(default_factory=list)
+    kv_rotation: Literal["none", "hadamard"] = "none"
+    four_over_six: bool = False
+
+    def __post_init__(self) -> None:
+        for entry in self.bf16_layers:
+            if not re.fullmatch(r"(first|last):\d+", entry):
+                raise ValueError(f"recipe.bf16_layers has {entry!r}; write first:n or last:n")
+        for pattern in self.exclude:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"recipe.exclude has {pattern!r}, not a regular expression: {error}") from error
+        self._check_guidance()
+
+    def _check_guidance(self) -> None:
+        guidance = self.guidance
+        if guidance.mode == "none":
+            return
+        if self.trainer != "qat":
+            raise ValueError(
+                f"recipe.guidance.mode={guidance.mode} steers the trainer's rounding, but recipe.trainer={self.trainer}"
+                " does not round. Set recipe.trainer=qat, or recipe.guidance.mode=none."
+            )
+        if not self.guided_sites:
+            raise ValueError(
+                f"recipe.guidance.mode={guidance.mode}, but neither activations ({self.activations}) nor the KV cache "
+                f"({self.kv_cache}) are FP4, so nothing can be guided. Set recipe.guidance.mode=none."
+            )
+        for site in self.guided_sites:
+            if self.site_format(site) not in FP4:
+                part = "kv_cache" if site in ("k", "v") else "activations"
+                raise ValueError(
+                    f"recipe.guidance.sites names {site!r}, but recipe.{part}={self.site_format(site)} is not FP4. "
+                    f"Quantise it (recipe.{part}=nvfp4) or leave the site out."
+                )
+        if guidance.scales == "parity" and self.four_over_six:
+            raise ValueError("recipe.four_over_six chooses between two scales, so it needs guidance.scales=whole")
+
+    def site_format(self, site: str) -> FormatName:
+        """The number format at one of `SITES`."""
+        return self.kv_cache if site in ("k", "v") else self.activations
+
+    @property
+    def guided_sites(self) -> tuple[str, ...]:
+        """Sites that guidance covers, in the order of `SITES`; empty without guidance."""
+        if self.guidance.mode == "none":
+            return ()
+        if self.guidance.sites is not None:
+            return tuple(site for site in SITES if site in self.guidance.sites)
+        if self.activations in FP4:
+            return ("attn_in", "o_in", "mlp_in")
+        return ("k", "v") if self.kv_cache in FP4 else ()
+
+    def guided_layers(self, num_layers: int) -> range:
+        """Layer indices that guidance covers."""
+        if self.guidance.mode == "none":
+            return range(0)
+        if self.guidance.layers == "all":
+            return range(num_layers)
+        kept = num_layers - num_layers // 2 if self.guidance.layers == "last_half" else int(self.guidance.layers[5:])
+        return range(max(0, num_layers - kept), num_layers)
+
+    def quantized_layers(self, num_layers: int) -> range:
+        """Layer indices that are quantised at all: those not named by `bf16_layers`."""
+        kept = dict.fromkeys(("first", "last"), 0)
+        for entry in self.bf16_layers:
+            side, count = entry.split(":")
+            kept[side] = int(count)
+        return range(min(kept["first"], num_layers), max(kept["first"], num_layers - kept["last"]))
+
+    @property
+    def label(self) -> str:
+        """Short name such as `W4A4KV4/nvfp4+parity`, for tables and logs."""
+        bits = {"none": "16", "fp8": "8", "nvfp4": "4", "mxfp4": "4"}
+        used = sorted({f for f in (self.weights, self.activations, self.kv_cache) if f != "none"})
+        text = f"W{bits[self.weights]}A{bits[self.activations]}KV{bits[self.kv_cache]}"
+        text += f"/{'+'.join(used)}" if used else ""
+        return text + (f"+{self.guidance.mode}" if self.guidance.mode != "none" else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn. Names are vLLM's.
+
+    Truncated sampling (`top_k`, `top_p`, `min_p`) changes the distribution, so its log-probs compare with the
+    trainer's only if the trainer renormalises over the same tokens. For that, `record_support` keeps the ids of up to
+    that many surviving tokens per position (the least likely beyond it are cut as well, by an implied top-k).
+
+    Args:
+        temperature: logits are divided by it on both sides; 0 is greedy, for evaluation only.
+        top_k: keep the k most likely tokens; -1 keeps all.
+        top_p: keep the smallest set of tokens with this probability mass.
+        min_p: keep tokens at least this likely relative to the most likely one.
+        record_support: tokens kept per position for the trainer; required for training with truncated sampling.
+        max_new_tokens: completion length limit, at least 1.
+        stop_token_ids: ids that end a completion besides the model's EOS ids; the id stays part of the completion.
+        stop: strings; a completion ends with the first token whose text contains one of them.
+        ignore_eos: go on after EOS (benchmarks).
+        seed: base of the counter-based randomness; the same (seed, sequence id, position) draws the same number.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    record_support: int = 0
+    max_new_tokens: int = 256
+    stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k == -1 or self.top_k >= 1,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p < 1,
+            "record_support": self.record_support >= 0,
+            "max_new_tokens": self.max_new_tokens >= 1,
+        }
+        for name, fine in checks.items():
+            if not fine:
+                raise ValueError(f"sampling.{name}={getattr(self, name)} is out of range")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens can get probability zero."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def check_trainable(self) -> None:
+        """Refuse parameters under which rollout and trainer log-probs would belong to different distributions.
+
+        Raises:
+            ValueError: greedy sampling, or truncation without `record_support`.
+        """
+        if self.temperature == 0:
+            raise ValueError("sampling.temperature=0 is greedy: nothing to learn from. Use a temperature above 0.")
+        if self.truncated and not self.record_support:
+            raise ValueError(
+                f"sampling with top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p} draws from a truncated "
+                "distribution, and the trainer cannot renormalise without knowing which tokens were kept. Set "
+                "sampling.record_support (e.g. 64), or switch truncation off (top_k=-1, top_p=1, min_p=0)."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One question before tokenisation. `prompt` is plain text, or chat messages for the tokenizer's template."""
+
+    prompt: str | list[dict[str, str]]
+    answer: Any = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A tokenised problem. `uid` is stable across epochs and names the sequence for counter-based sampling."""
+
+    token_ids: list[int]
+    problem: Problem
+    uid: int
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One sampled answer.
+
+    `logprobs[i]` belongs to `token_ids[i]`, under the distribution it was drawn from. `guidance_rows` maps every token
+    that was fed to the model (prompt and completion without the last token) to a row of the rollout's GuidanceRecord.
+    `support_ids` holds the surviving token ids per position, [len, record_support] padded with -1.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+    text: str = ""
+    guidance_rows: Tensor | None = None
+    support_ids: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class RolloutBatch:
+    """One dataloader batch; everything below `num_generations` is filled by the Rollout callback.
+
+    Shapes: `token_ids_BT` int64, `completion_mask_BT` bool, `rollout_logprobs_BT` and `advantages_B`, `rewards_B` FP32.
+    A reward of NaN means "not scored": the sequence is left out of advantages and loss.
+    """
+
+    prompts: list[Prompt]
+    num_generations: int = 1
+    completions: list[Completion] = field(default_factory=list)
+    token_ids_BT: Tensor | None = None
+    completion_mask_BT: Tensor | None = None
+    rollout_logprobs_BT: Tensor | None = None
+    rewards_B: Tensor | None = None
+    rewards_by_name: dict[str, list[float]] = field(default_factory=dict)
+    advantages_B: Tensor | None = None
+    sampling: SamplingParams | None = None
+    guidance: GuidanceRecord | None = None
+    policy_version: int = -1
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def sequences(self) -> Iterator[tuple[Prompt, Completion]]:
+        """Prompt and completion of each of the B sequences, in batch order."""
+        for i, completion in enumerate(self.completions):
+            yield self.prompts[i // self.num_generations], completion
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as plain str, numbers, lists and dicts (for hyper-parameters and JSON)."""
+    return dataclasses.asdict(config)
