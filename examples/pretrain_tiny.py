@@ -4,13 +4,13 @@
     python examples/pretrain_tiny.py --steps 20 --out /tmp/tiny
 
 The noise is the point. In half of the demonstrations one digit of the answer is replaced by a wrong one, drawn afresh
-every time, so supervised training cannot pass 50 to 60 % sampled accuracy at temperature 1 although the skill is there:
-greedy decoding is right on nearly all held-out questions. That gap is what reinforcement learning closes, quickly and
-from every seed. Clean demonstrations stopped early give the same sampled accuracy without the skill, and RL then crawls.
+every time, so supervised training cannot pass 50 to 60 % sampled accuracy at temperature 1 although the skill is
+there: greedy decoding is right on nearly all held-out questions. That gap is what reinforcement learning closes, from
+every seed. Clean demonstrations stopped early give the same sampled accuracy without the skill; RL then crawls.
 
 700 steps end at 47 % sampled and 98 % greedy; 600 give 41 / 96, 800 give 49 / 100 and 1000 give 54 / 100.
 
-Prints sampled and greedy accuracy on the 512 held-out questions of `TwoDigitAddition`, measured on the saved BF16 weights.
+Prints sampled and greedy accuracy on the 512 held-out questions of `TwoDigitAddition`, with the saved BF16 weights.
 The result is the same on every run with one thread on one kind of CPU.
 """
 

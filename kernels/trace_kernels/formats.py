@@ -32,16 +32,9 @@ E4M3_MAX_BYTE, E4M3_NAN_BYTE = 0x7E, 0x7F
 E8M0_MIN_BYTE, E8M0_MAX_BYTE = 1, 254  # byte 0 is an FP32 subnormal, which some devices flush
 E8M0_NAN_BYTE = 255
 
-# The seven midpoints between neighbours. A tie goes to the even code, so below an odd code "passed" means >= ; that is
-# written as > the next smaller float, which lets one `bucketize` decide all seven.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-
-@functools.cache
-def _thresholds(device: torch.device) -> Tensor:
-    ties_up = torch.tensor([midpoint in (0.75, 1.75, 3.5) for midpoint in _MIDPOINTS])
-    exact = torch.tensor(_MIDPOINTS, dtype=torch.float32)
-    return torch.where(ties_up, torch.nextafter(exact, torch.zeros(())), exact).to(device)
+# Adding it to a float below 2 leaves round-half-even(2 x) in the last bits: its ulp is 0.5.
+_HALVES = 2.0**22
+_HALVES_BITS = 0x4A800000
 
 
 @functools.cache
@@ -52,9 +45,15 @@ def _code_values(device: torch.device) -> Tensor:
 def e2m1_magnitude(z: Tensor) -> Tensor:
     """Index (0..7, int32) of the E2M1 magnitude nearest to FP32 `|z|`, ties to the even code, saturating at 6.
 
-    What a NaN maps to is not defined: a NaN travels in the scale, FP4 cannot hold it.
+    Below 2 the grid is the multiples of 0.5, from 1 on it is every float with one mantissa bit; in [1, 2] both rules
+    agree, so min and max join them. Integer arithmetic, exact on every device. What a NaN maps to is not defined: a NaN
+    travels in the scale, FP4 cannot hold it.
     """
-    return torch.bucketize(z.abs().contiguous(), _thresholds(z.device), out_int32=True)
+    magnitude = z.abs()
+    bits = magnitude.view(torch.int32)
+    one_bit = (bits >> 22).bitwise_and_(1).add_(bits).add_(0x1FFFFF).bitwise_right_shift_(22).sub_(2 * (127 - 1))
+    halves = magnitude.add_(_HALVES).view(torch.int32).sub_(_HALVES_BITS)  # in place: large temporaries are dear
+    return torch.maximum(halves.clamp_(max=4), one_bit, out=one_bit).clamp_(max=7)
 
 
 def e2m1_bracket(z: Tensor) -> Tensor:
@@ -62,8 +61,10 @@ def e2m1_bracket(z: Tensor) -> Tensor:
 
     A `z` on a grid value opens the bracket away from zero; everything beyond 4 falls into the last bracket {4, 6}.
     """
-    inner = _code_values(z.device)[1:7]
-    return torch.bucketize(z.abs().contiguous(), inner, out_int32=True, right=True)
+    magnitude = z.abs()
+    one_bit = (magnitude.view(torch.int32) >> 22) - 2 * (127 - 1)
+    halves = (magnitude.clamp(max=2.0) * 2).to(torch.int32)
+    return torch.maximum(halves, one_bit).clamp_(0, 6)
 
 
 def e2m1_encode(z: Tensor) -> Tensor:
@@ -73,7 +74,8 @@ def e2m1_encode(z: Tensor) -> Tensor:
 
 def with_sign(index: Tensor, negative: Tensor) -> Tensor:
     """Codes from magnitude indices and a sign mask; index 0 always becomes code 0."""
-    return (index + 8 * (negative & (index > 0))).to(torch.uint8)
+    sign = negative.to(torch.int32) << 3
+    return (index | (sign & (-index >> 31))).to(torch.uint8)  # -index >> 31 is 0 for index 0, all ones above
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:

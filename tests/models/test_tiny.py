@@ -52,9 +52,8 @@ def test_packaged_checkpoint() -> None:
     path = resolve_model_path("builtin:tiny-qwen3")
     check_tokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    made = tiny_config().to_dict()
-    ours = {key: made[key] for key in made if key not in ("architectures", "dtype", "transformers_version")}
-    assert {key: config.to_dict()[key] for key in ours} == ours
+    written, made = config.to_diff_dict(), tiny_config().to_diff_dict()
+    assert {key: written.get(key) for key in made} == made
     model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
     assert model.dtype == torch.bfloat16
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (EOS_ID, PAD_ID)

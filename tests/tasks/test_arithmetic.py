@@ -61,6 +61,13 @@ def test_products_and_gcd_wording() -> None:
         assert problem.answer == math.gcd(*problem.info["operands"])
 
 
+@pytest.mark.parametrize(("task", "example"), [(OneDigitProducts, {1, 4}), (Gcd, {4, 6})])
+def test_the_worked_example_is_never_held_out(task: type[Task], example: set[int]) -> None:
+    made = task(heldout_size=90 if task is OneDigitProducts else 380)
+    assert example not in [set(problem.info["operands"]) for problem in made.heldout_problems()]
+    assert [set(problem.info["operands"]) for problem in made.train_problems()].count(example) == 2
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_each_answer_gets_its_reward(task: type[Task]) -> None:
     made = task()

@@ -68,7 +68,7 @@ def test_the_held_out_set_stays_when_the_training_size_changes() -> None:
 
 @pytest.mark.parametrize("heldout_seed", [43, 42 - 49, 42 + 299])
 def test_seeds_closer_than_the_size_are_refused(heldout_seed: int) -> None:
-    with pytest.raises(ValueError, match="share items.*Set heldout_seed=342 or more"):
+    with pytest.raises(ValueError, match=r"share items.*Set heldout_seed=342 or more"):
         ReasoningGym("sums", size=300, heldout_size=50, seed=42, heldout_seed=heldout_seed)
 
 

@@ -115,7 +115,7 @@ def test_other_bad_input(tmp_path: Path) -> None:
     chat = write(tmp_path / "chat.jsonl", {"prompt": CHAT, "answer": 1})
     with pytest.raises(ValueError, match="no such file"):
         JsonlTask(str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match=r"chat\.jsonl: prompts are chat messages, those of .*a\.jsonl plain text"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl: prompts are chat messages, those of .*a\.jsonl are plain text"):
         JsonlTask(good, heldout_path=chat)
     with pytest.raises(ValueError, match="heldout_fraction=1"):
         JsonlTask(good, heldout_fraction=1.0)

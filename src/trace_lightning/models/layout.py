@@ -89,7 +89,7 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
     """Find the groups of `model` that `recipe` quantises; with weights and activations `none` there are none.
 
     Raises:
-        ValueError: if an `exclude` pattern matches no linear (a typo would otherwise quantise what was to be kept).
+        ValueError: if an `exclude` pattern matches no module (a typo would otherwise quantise what was to be kept).
     """
     prefix, layers = find_decoder_layers(model)
     active = recipe.weights != "none" or recipe.activations != "none"
@@ -109,9 +109,11 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
                 kept[name] = _why(active, bool(hits), role, local)
                 continue
             found.setdefault((index, role, local.rpartition(".")[0]), []).append((name, module))
+    # What is never quantised may be named all the same; `lm_head` often is.
+    unmatched -= {pattern for pattern in unmatched for name, _ in model.named_modules() if re.search(pattern, name)}
     if unmatched:
         raise ValueError(
-            f"recipe.exclude patterns {sorted(unmatched)} match no linear of {type(model).__name__}; "
+            f"recipe.exclude patterns {sorted(unmatched)} match no module of {type(model).__name__}; "
             f"names look like {prefix}.0.{next((n for n, m in layers[0].named_modules() if isinstance(m, nn.Linear)), '')}"
         )
     groups = tuple(

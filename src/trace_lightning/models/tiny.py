@@ -1,8 +1,8 @@
-"""The tiny Qwen3 that ships with the package, and its character tokenizer: real RL on two CPU cores without a model hub.
+"""The tiny Qwen3 that ships with the package, and its character tokenizer: real RL on a CPU without a model hub.
 
 Size is chosen by what learns fast, not by what is smallest: at the usual initialisation (0.02) or with two heads the
-same training stalls near 10 % accuracy. All widths are whole FP4 blocks (16 and 32), so that NVFP4 and MXFP4 act on it as
-they do on a large model. `examples/pretrain_tiny.py` makes the packaged checkpoint from these two functions.
+same training stalls near 10 % accuracy. All widths are whole FP4 blocks (16 and 32), so that NVFP4 and MXFP4 act on
+it as they do on a large model. `examples/pretrain_tiny.py` makes the packaged checkpoint from these two functions.
 
 What was left out: a BOS token in front of prompts. It has an id, as loaders expect one, but like Qwen's own tokenizers
 ours never adds it.

@@ -13,6 +13,7 @@ What was left out: a cache object for K/V (training has none), and any rounding 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,9 +139,16 @@ def _attention(base: str) -> Any:
         if hasattr(rounding, "attend"):  # the engine's context owns a paged cache
             return rounding.attend(module, query, key, value, kwargs), None
         query, key, value = module.trace_kv(query, key, value, rounding)
-        return ALL_ATTENTION_FUNCTIONS[base](module, query, key, value, attention_mask, **kwargs)
+        return _implementation(base, module)(module, query, key, value, attention_mask, **kwargs)
 
     return attend
+
+
+def _implementation(base: str, module: nn.Module) -> Any:
+    if base != "eager":
+        return ALL_ATTENTION_FUNCTIONS[base]
+    # transformers does not register it: every model file has its own.
+    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
 
 def register_attention(base: str) -> str:

@@ -40,6 +40,12 @@ class _EngineRounding(NearestRounding):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Called by the registered attention function with [1, heads, N, D]; returns [1, N, heads, D]."""
+        ignored = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+        if ignored:
+            raise ValueError(
+                f"{type(module).__name__} caps its scores or has sinks ({', '.join(ignored)}); attention over the paged "
+                "cache has neither, so this architecture cannot be rolled out"
+            )
         layer = module.layer_idx
         self.calls += 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -1,8 +1,8 @@
-"""Arithmetic tasks whose questions we can list in full: no data set, an exact reward, a held-out split by question.
+r"""Arithmetic tasks whose questions we can list in full: no data set, an exact reward, a held-out split by question.
 
 `TwoDigitAddition` is what the packaged tiny model was warm-started on. `OneDigitProducts` and `Gcd` suit a small
 pretrained model (SmolLM2-135M): zero-shot chat with a bare answer gets about 0 %, one worked example in a raw prompt
-gets 20 to 50 % sampled, which leaves RL something to take.
+gets 25 to 55 % sampled, which leaves RL something to take.
 
     TwoDigitAddition    "12+34="                 "46"      operands zero-padded to two digits, the sum is not: 03+04=7
     OneDigitProducts    "1 * 4 = 4\n4 * 5 ="     " 20\n"   sample with stop=["\n"] and about 4 new tokens
@@ -23,15 +23,24 @@ from trace_lightning.tasks.split import split_by_question
 from trace_lightning.types import Problem
 
 
-def _unordered(problem: Problem) -> str:
-    """a and b in either order are one question: all three operations commute."""
-    return "{} {}".format(*sorted(problem.info["operands"]))
+def _unordered(operands: tuple[int, int]) -> str:
+    """Operands in either order are one question: all three operations commute."""
+    return "{} {}".format(*sorted(operands))
 
 
 class _OperandTask(Task):
-    """Problems with `info["operands"]`, split so that (a, b) and (b, a) are on the same side."""
+    """Problems with `info["operands"]`, split so that (a, b) and (b, a) are on the same side.
 
-    def __init__(self, problems: Iterable[Problem], heldout_size: int, reward: RewardFn) -> None:
+    `example` are the operands of the worked example: its answer stands in every prompt, so it is never held out.
+    """
+
+    def __init__(
+        self,
+        problems: Iterable[Problem],
+        heldout_size: int,
+        reward: RewardFn,
+        example: tuple[int, int] | None = None,
+    ) -> None:
         problems = list(problems)
         name = type(self).__name__
         if not 0 <= heldout_size < len(problems):
@@ -39,7 +48,10 @@ class _OperandTask(Task):
                 f"{name}: heldout_size={heldout_size} must be 0 to {len(problems) - 1}, of the "
                 f"{len(problems)} questions there are"
             )
-        self._train, self._heldout = split_by_question(problems, heldout_size, key=_unordered)
+        told = [p for p in problems if example and _unordered(p.info["operands"]) == _unordered(example)]
+        untold = [problem for problem in problems if problem not in told]
+        train, self._heldout = split_by_question(untold, heldout_size, key=lambda p: _unordered(p.info["operands"]))
+        self._train = train + told
         self._reward = reward
 
     def train_problems(self) -> Sequence[Problem]:
@@ -74,7 +86,7 @@ class TwoDigitAddition(_OperandTask):
 
 
 class OneDigitProducts(_OperandTask):
-    """The 100 products of two digits after one worked example, `1 * 4 = 4`; sample with `stop=["\\n"]`.
+    r"""The 100 products of two digits after one worked example, `1 * 4 = 4`; sample with `stop=["\n"]`.
 
     Args:
         heldout_size: questions held out.
@@ -88,11 +100,11 @@ class OneDigitProducts(_OperandTask):
         problems = (
             Problem(prompt=f"1 * 4 = 4\n{a} * {b} =", answer=a * b, info={"operands": (a, b)}) for a, b in pairs
         )
-        super().__init__(problems, heldout_size, IntegerMatch())
+        super().__init__(problems, heldout_size, IntegerMatch(), example=(1, 4))
 
 
 class Gcd(_OperandTask):
-    """Greatest common divisors of two numbers from 1 to `largest` after one worked example; `stop=["\\n"]`.
+    r"""Greatest common divisors of two numbers from 1 to `largest` after one worked example; `stop=["\n"]`.
 
     Args:
         largest: largest operand, at least 2.
@@ -110,4 +122,4 @@ class Gcd(_OperandTask):
             Problem(prompt=f"gcd(4, 6) = 2\ngcd({a}, {b}) =", answer=math.gcd(a, b), info={"operands": (a, b)})
             for a, b in pairs
         )
-        super().__init__(problems, heldout_size, IntegerMatch())
+        super().__init__(problems, heldout_size, IntegerMatch(), example=(4, 6))

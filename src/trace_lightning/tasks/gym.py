@@ -1,8 +1,8 @@
-"""reasoning-gym's 106 procedural tasks as ours. The package is optional (`trace-lightning[gym]`) and 310 MB, so imported late.
+"""reasoning-gym's 106 procedural tasks as ours. The package is optional (extra `gym`) and 310 MB, so imported late.
 
 Three of its habits would mislead an RL run, and are dealt with here:
-  * Item i is drawn from `Random(seed + i)`, so seeds 42 and 43 share all but one of their items. The held-out items have
-    a seed of their own that is refused if the two ranges meet.
+  * Item i is drawn from `Random(seed + i)`, so seeds 42 and 43 share all but one of their items. The held-out items
+    have a seed of their own that is refused if the two ranges meet.
   * Small configurations have few distinct questions, so far seeds still repeat them. Held-out questions are therefore
     distinct, and training items that ask one of them are dropped.
   * `score_answer` gives wrong answers a little (0.01, or more for partial credit). Group normalisation turns such a
@@ -124,7 +124,7 @@ class ReasoningGym(Task):
         if seed < heldout_seed + heldout_size and heldout_seed < seed + size:
             raise ValueError(
                 f"ReasoningGym: seed={seed} with size={size} and heldout_seed={heldout_seed} with heldout_size="
-                f"{heldout_size} share items, since item i is drawn from seed + i. Set heldout_seed={seed + size} or more"
+                f"{heldout_size} share items: item i is drawn from seed + i. Set heldout_seed={seed + size} or more"
             )
         self._instruction = instruction
         self._chat = chat

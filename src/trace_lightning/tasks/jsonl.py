@@ -3,9 +3,9 @@
     {"prompt": "12+34=", "answer": "46"}
     {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46", "source": "mine"}
 
-The whole file is read and checked at the start: a bad row 40,000 should not stop a run in its second hour. Keys other than
-the two are kept in `problem.info`. What was left out: streaming and other containers; prompts are small, and `Task` is
-three methods for whoever has them elsewhere.
+The whole file is read and checked at the start: a bad row 40,000 should not stop a run in its second hour. Keys other
+than the two are kept in `problem.info`. What was left out: streaming and other containers; prompts are small, and a
+`Task` is three methods for whoever has them elsewhere.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class JsonlTask(Task):
         problems = _read(Path(path), prompt_key, answer_key)
         if heldout_path is not None:
             heldout = _read(Path(heldout_path), prompt_key, answer_key)
-            if _kind(problems[0].prompt) != _kind(heldout[0].prompt):
-                raise ValueError(
-                    f"{heldout_path}: prompts are {_kind(heldout[0].prompt)}, those of {path} {_kind(problems[0].prompt)}"
-                )
+            kind, heldout_kind = _kind(problems[0].prompt), _kind(heldout[0].prompt)
+            if kind != heldout_kind:
+                raise ValueError(f"{heldout_path}: prompts are {heldout_kind}, those of {path} are {kind}")
             self._train, self._heldout = problems, heldout
         else:
             wanted = max(1, round(len(problems) * heldout_fraction)) if heldout_fraction else 0

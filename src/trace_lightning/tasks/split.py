@@ -1,8 +1,8 @@
 """How questions are divided into training and held-out ones: by what is asked, never by row.
 
 A hash decides, not `random`: the same questions are divided alike on every machine and Python version. Questions with
-one key (3 * 4 and 4 * 3, or a prompt that occurs twice in a file) stay together; otherwise the held-out score would partly
-measure recall.
+one key (3 * 4 and 4 * 3, or a prompt that occurs twice in a file) stay together; otherwise the held-out score would
+partly measure recall.
 """
 
 from __future__ import annotations

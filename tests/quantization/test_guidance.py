@@ -1,0 +1,269 @@
+"""The record of the rollout's rounding, and what following it does to the trainer's (METHOD: TRACE, arXiv 2610.07767)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics import assert_bit_equal
+from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, perturbed, rollout_logprobs, sampling
+from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpack_codes
+from trace_kernels import formats as F4
+from trace_lightning.models.policy import final_hidden
+from trace_lightning.quantization.guidance import GuidanceRecord, GuidanceRecorder, GuidanceRows, MismatchCounts
+from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
+from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
+
+CPU = torch.device("cpu")
+PROMPTS = make_prompts(5, 17, 31)
+
+
+def recipe_of(fmt: Any = "nvfp4", **guidance: Any) -> QuantRecipe:
+    config = GuidanceConfig(**({"mode": "full", "sites": list(SITES)} | guidance))
+    return QuantRecipe(weights=fmt, activations=fmt, kv_cache=fmt, guidance=config)
+
+
+def record_of(config: GuidanceConfig, passes: list[Quantized], audited: list[list[bool]] | None = None) -> GuidanceRecord:
+    """The record of one linear site of layer 0 over some forward passes."""
+    recorder = GuidanceRecorder(config, {(0, "attn_in")}, CPU)
+    for i, q in enumerate(passes):
+        recorder.begin(torch.tensor(audited[i]) if audited else torch.zeros(len(q.codes), dtype=torch.bool))
+        recorder.add(0, "attn_in", q)
+    return recorder.finish(policy_version=7)
+
+
+class TestRecord:
+    @pytest.mark.parametrize("mode", ["parity", "full"])
+    @pytest.mark.parametrize("scales", ["whole", "parity"])
+    @pytest.mark.parametrize("fmt", [NVFP4(), MXFP4()])
+    def test_rows_hold_what_was_added(self, fmt: Any, scales: Any, mode: Any) -> None:
+        passes = [fmt.quantize(torch.randn(n, 80)) for n in (3, 1, 5)]
+        record = record_of(GuidanceConfig(mode=mode, scales=scales), passes)
+        assert (record.num_rows, record.policy_version) == (9, 7)
+        table = record.tables[0, "attn_in"]
+        codes, scale = (torch.cat([getattr(q, name) for q in passes]) for name in ("codes", "scale"))
+        if mode == "full":
+            assert_bit_equal(unpack_codes(table.codes), codes)
+        else:
+            assert_bit_equal(unpack_bits(table.codes, codes.shape[1]), codes & 1)
+        if scales == "whole":
+            assert_bit_equal(table.scale, scale)
+        else:
+            assert_bit_equal(unpack_bits(table.scale, scale.shape[1]), scale & 1)
+        if fmt.has_outer:
+            assert table.outer is not None
+            assert_bit_equal(table.outer, torch.cat([q.outer for q in passes]).squeeze(-1))
+
+    def test_audited_rows_keep_full_codes(self) -> None:
+        passes = [NVFP4().quantize(torch.randn(n, 32)) for n in (3, 2)]
+        record = record_of(GuidanceConfig(mode="parity"), passes, [[True, False, True], [False, True]])
+        assert record.audit_of_row.tolist() == [0, -1, 1, -1, 2]
+        audit = record.tables[0, "attn_in"].audit
+        assert audit is not None
+        assert_bit_equal(unpack_codes(audit), torch.cat([q.codes for q in passes])[[0, 2, 4]])
+
+    def test_recorder_is_empty_after_finish(self) -> None:
+        recorder = GuidanceRecorder(GuidanceConfig(mode="full"), {(0, "attn_in")}, CPU)
+        for _ in range(2):
+            assert recorder.begin(torch.zeros(2, dtype=torch.bool)).tolist() == [0, 1]
+            recorder.add(0, "attn_in", NVFP4().quantize(torch.randn(2, 32)))
+            assert recorder.finish(0).num_rows == 2
+
+    def test_foreign_record_is_refused(self) -> None:
+        record = record_of(GuidanceConfig(mode="full"), [NVFP4().quantize(torch.randn(4, 32))])
+        with pytest.raises(ValueError, match="row 4, but the record of policy version 7 has 4 rows"):
+            GuidanceRows.from_rows(record, torch.tensor([[0, 4], [1, -1]]), CPU)
+
+    @pytest.mark.parametrize(
+        ("guidance", "expected"),
+        [
+            # A linear site costs K / 8 parity bits (or K / 2 codes), K / 16 scale bytes, and 4 bytes of outer scale.
+            ({"sites": ["attn_in"], "mode": "parity"}, 2 * (8 + 4 + 4)),
+            ({"sites": ["attn_in"], "mode": "full"}, 2 * (32 + 4 + 4)),
+            ({"sites": ["attn_in"], "mode": "full", "scales": "parity"}, 2 * (32 + 1 + 4)),
+            ({"sites": ["o_in"], "mode": "parity"}, 2 * (16 + 8 + 4)),
+            ({"sites": ["down_in"], "mode": "parity", "layers": "last:1"}, 12 + 6 + 4),
+            # K and V: 2 heads of 32, whose outer scales come from the weights and cost nothing.
+            ({"sites": ["k", "v"], "mode": "parity"}, 2 * 2 * 2 * (4 + 2)),
+            ({"sites": None, "mode": "parity"}, 2 * (16 + 28 + 16)),
+        ],
+    )
+    @pytest.mark.parametrize("lengths", [(5, 17, 31), (2,)])  # two rows must not be taken for two heads
+    def test_bytes_per_token(self, guidance: Any, expected: float, lengths: tuple[int, ...]) -> None:
+        recipe = recipe_of(**guidance)
+        engine = make_engine(make_model("qwen3"), recipe)
+        generation = engine.generate(make_prompts(*lengths), sampling(max_new_tokens=1), record_guidance=True)
+        assert generation.guidance is not None
+        assert generation.guidance.bytes_per_token == expected
+
+
+class TestRowsOfARollout:
+    @pytest.mark.parametrize("max_num_seqs", [2, 64])
+    def test_every_fed_token_has_its_row_and_groups_share_the_prompts(self, max_num_seqs: int) -> None:
+        recipe = recipe_of()
+        engine = make_engine(make_model("qwen3"), recipe, max_num_seqs=max_num_seqs)
+        generation = engine.generate(PROMPTS, sampling(), num_samples=3, record_guidance=True)
+        assert generation.guidance is not None
+        fresh: list[int] = []
+        for i, prompt in enumerate(PROMPTS):
+            group, length = generation.completions[3 * i : 3 * i + 3], len(prompt.token_ids)
+            rows = [completion.guidance_rows for completion in group]
+            assert all(r is not None and len(r) == length + len(c.token_ids) - 1 for r, c in zip(rows, group, strict=True))
+            assert all(torch.equal(r[:length], rows[0][:length]) for r in rows)  # type: ignore[index]
+            fresh += rows[0][:length].tolist() + torch.cat([r[length:] for r in rows]).tolist()  # type: ignore[index]
+        assert sorted(fresh) == list(range(generation.guidance.num_rows)), "each token was fed once"
+
+    def test_only_the_first_sample_of_the_first_prompts_is_audited(self) -> None:
+        engine = make_engine(make_model("qwen3"), recipe_of(audit_sequences=2))
+        generation = engine.generate(PROMPTS, sampling(), num_samples=2, record_guidance=True)
+        audited = generation.guidance.audit_of_row >= 0  # type: ignore[union-attr]
+        shares = [audited[c.guidance_rows].double().mean().item() for c in generation.completions]  # type: ignore[index]
+        assert shares[0] == shares[2] == 1
+        assert 0 < shares[1] < 1, "its prompt is shared with the audited sample"
+        assert shares[4] == shares[5] == 0
+
+    @pytest.mark.parametrize(("layers", "expected"), [("all", {0, 1}), ("last_half", {1}), ("last:1", {1})])
+    def test_layers(self, layers: str, expected: set[int]) -> None:
+        engine = make_engine(make_model("qwen3"), recipe_of(layers=layers))
+        assert engine.guidance_keys == {(layer, site) for layer in expected for site in SITES}
+
+    def test_nothing_to_guide_is_refused(self) -> None:
+        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", guidance=GuidanceConfig(mode="full", sites=["mlp_in"]))
+        with pytest.raises(ValueError, match="quantises nothing there"):
+            make_engine(make_model("gpt2"), recipe)
+
+    def test_recording_changes_no_token(self) -> None:
+        engine = make_engine(make_model("qwen3"), recipe_of())
+        with_record, without = (engine.generate(PROMPTS, sampling(), record_guidance=on) for on in (True, False))
+        assert without.guidance is None
+        assert [c.logprobs for c in with_record.completions] == [c.logprobs for c in without.completions]
+
+
+class TestGuidedValues:
+    def test_padding_and_unrecorded_sites_round_to_nearest(self) -> None:
+        fmt, x = NVFP4(), torch.randn(6, 48)
+        record = record_of(GuidanceConfig(mode="full"), [fmt.quantize(x + 0.2 * torch.randn(6, 48))])
+        rounding = GuidedRounding(GuidanceRows.from_rows(record, torch.tensor([[0, -1, 2], [-1, 4, -1]]), CPU))
+        values, nearest = rounding.values(0, "attn_in", x, fmt), NEAREST.values(0, "attn_in", x, fmt)
+        assert_bit_equal(values[[1, 3, 5]], nearest[[1, 3, 5]])
+        assert all(not torch.equal(values[i], nearest[i]) for i in (0, 2, 4))
+        assert_bit_equal(rounding.values(1, "attn_in", x, fmt), nearest)
+
+    def test_micro_batch_of_padding_alone(self) -> None:
+        fmt, x = NVFP4(), torch.randn(4, 48)
+        record = record_of(GuidanceConfig(mode="parity", scales="parity"), [fmt.quantize(x)], [[True] * 4])
+        rounding = GuidedRounding(GuidanceRows.from_rows(record, torch.full((2, 2), -1), CPU))
+        assert_bit_equal(rounding.values(0, "attn_in", x, fmt), NEAREST.values(0, "attn_in", x, fmt))
+        assert rounding.rows.mismatch.compute() == {}
+
+    def test_rows_are_looked_up_in_any_order(self) -> None:
+        fmt, x = NVFP4(), torch.randn(6, 48)
+        record = record_of(GuidanceConfig(mode="full"), [fmt.quantize(x)])
+        order = torch.tensor([5, 0, 0, 3])
+        rounding = GuidedRounding(GuidanceRows.from_rows(record, order.unsqueeze(0), CPU))
+        recorded = fmt.dequantize(fmt.quantize(x))
+        assert_bit_equal(rounding.values(0, "attn_in", x[order], fmt), recorded[order])
+
+    def test_mismatch_by_hand(self) -> None:
+        """Two rows of 16; the trainer's scale is the rollout's, so codes can be read off the values."""
+        fmt = NVFP4()
+        rollout, trainer = (torch.full((2, 16), 6.0) for _ in range(2))
+        rollout[0, :3] = torch.tensor([1.0, 2.0, 4.0])  # codes 2, 4, 6
+        trainer[0, :3] = torch.tensor([1.3, 2.6, 1.6])  # brackets {1, 1.5}, {2, 3}, {1.5, 2}
+        record = record_of(GuidanceConfig(mode="full"), [fmt.quantize(rollout)], [[True, True]])
+        rows = GuidanceRows.from_rows(record, torch.tensor([[0, 1]]), CPU)
+        values = GuidedRounding(rows).values(0, "attn_in", trainer, fmt)
+        assert values[0, :3] == pytest.approx(torch.tensor([1.0, 2.0, 2.0]))
+        # nearest gave 1.5, 3, 1.5: three of 32 wrong; guided gave 1, 2, 2: one wrong, by two codes
+        assert rows.mismatch.compute() == {"before": 3 / 32, "after": 1 / 32, "after_off_by_one": 0.0}
+
+    def test_mismatch_counts_add_up(self) -> None:
+        counts = MismatchCounts()
+        assert counts.compute() == {}
+        counts.add(torch.tensor(4), torch.tensor(2), torch.tensor(1), 10)
+        counts.add(torch.tensor(0), torch.tensor(0), torch.tensor(0), 30)
+        assert counts.compute() == {"before": 0.1, "after": 0.05, "after_off_by_one": 0.025}
+
+
+class Measuring(GuidedRounding):
+    """Rounds like its base class, and compares at every site with the rollout's codes and with nearest rounding."""
+
+    def __init__(self, rows: GuidanceRows) -> None:
+        super().__init__(rows)
+        self.distance = torch.zeros(2, dtype=torch.float64)  # D_act guided, D_act nearest at the rollout's scale
+        self.worse = self.bracketed = self.unequal_in_bracket = 0
+
+    def values(self, layer: int, site: str, x: Tensor, fmt: Any, outer: Tensor | None = None) -> Tensor:
+        result = super().values(layer, site, x, fmt, outer)
+        table = self.rows.table(layer, site)
+        assert table is not None
+        index, rows = self.rows.guided_index, self.rows.rows
+        row_outer = table.outer
+        if row_outer is not None:
+            row_outer = (row_outer if site in ("k", "v") else row_outer[rows]).unsqueeze(-1)
+        scale, codes, width = table.scale[rows], unpack_codes(table.audit[self.rows.audit_entries]), x.shape[-1]  # type: ignore[index]
+        z = fmt.normalize(x[index], scale, row_outer).flatten(-2)
+        rollout, nearest = (fmt.dequantize(Quantized(c, scale, row_outer, width)) for c in (codes, F4.e2m1_encode(z)))
+        guided_gap, nearest_gap = ((v - rollout).abs() for v in (result[index], nearest))
+        self.distance += torch.stack((guided_gap.double().sum(), nearest_gap.double().sum()))
+        self.worse += int((guided_gap > nearest_gap + 1e-6 * rollout.abs()).sum())
+        lower = F4.e2m1_bracket(z)
+        inside = ((F4.with_sign(lower, z < 0) == codes) | (F4.with_sign(lower + 1, z < 0) == codes))[..., :width]
+        self.bracketed += int(inside.sum())
+        self.unequal_in_bracket += int((result[index] != rollout)[inside].sum())
+        return result
+
+
+class TestOnATrajectory:
+    """A trainer whose weights are slightly off, along a real rollout, at every site of every layer."""
+
+    @staticmethod
+    def rolled_out(fmt: Any, mode: str) -> tuple[Any, Scorer, Tensor]:
+        recipe = recipe_of(fmt, mode=mode, audit_sequences=len(PROMPTS))
+        policy = make_policy("qwen3", recipe)
+        generation = make_engine(policy, recipe).generate(PROMPTS, sampling(), record_guidance=True)
+        return policy, Scorer(PROMPTS, generation, 1), rollout_logprobs(generation)
+
+    @pytest.mark.parametrize("mode", ["full", "parity"])
+    @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+    @torch.no_grad()
+    def test_guidance_is_never_farther_than_nearest(self, fmt: str, mode: str) -> None:
+        policy, scorer, _ = self.rolled_out(fmt, mode)
+        measuring = Measuring(scorer.guidance())
+        final_hidden(perturbed(policy, 3e-3), scorer.token_ids(), measuring)
+        guided, nearest = measuring.distance.tolist()
+        assert 0 <= guided < nearest
+        assert measuring.bracketed > 10_000
+        assert measuring.unequal_in_bracket == 0, "inside the bracket both modes give the rollout's code"
+        if mode == "full":
+            assert measuring.worse == 0
+
+    @pytest.mark.parametrize("mode", ["full", "parity"])
+    @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+    def test_it_brings_codes_and_logprobs_closer(self, fmt: str, mode: str) -> None:
+        policy, scorer, rolled = self.rolled_out(fmt, mode)
+        trainer = perturbed(policy, 1e-4)
+        rounding = GuidedRounding(scorer.guidance())
+        guided = (scorer.logprobs(trainer, 0.8, rounding) - rolled).abs().mean()
+        nearest = (scorer.logprobs(trainer, 0.8) - rolled).abs().mean()
+        mismatch = rounding.rows.mismatch.compute()
+        assert guided < nearest / 3
+        assert mismatch["after"] < mismatch["before"]
+
+    def test_same_weights_mean_no_mismatch(self) -> None:
+        policy, scorer, _ = self.rolled_out("nvfp4", "parity")
+        rounding = GuidedRounding(scorer.guidance())
+        scorer.logprobs(policy, 0.8, rounding)
+        assert rounding.rows.mismatch.elements > 0
+        assert rounding.rows.mismatch.compute()["after"] == 0
+
+
+def test_guidance_of_fp8_is_refused_by_the_recipe() -> None:
+    assert get_format("fp8").guidable is False  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="nothing can be guided"):
+        recipe_of("fp8", sites=None)
+    with pytest.raises(ValueError, match="is not FP4"):
+        recipe_of("fp8")
