@@ -100,9 +100,11 @@ def make_prompts(*lengths: int, seed: int = 1) -> list[Prompt]:
     return [Prompt(token_ids=row, problem=Problem(prompt=""), uid=uid) for uid, row in enumerate(rows)]
 
 
-def make_engine(policy: Any, recipe: QuantRecipe, *, dtype: torch.dtype = torch.float32, **settings: Any) -> LocalEngine:
-    """An engine that holds the weights of `policy` as version 0. Defaults: 7 sequences, 4 tokens a page."""
-    engine = LocalEngine(**({"max_num_seqs": 7, "page_size": 4} | settings))
+def make_engine(
+    policy: Any, recipe: QuantRecipe, *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> LocalEngine:
+    """An engine that holds the weights of `policy` as version 0. Defaults: 16 sequences, 4 tokens a page."""
+    engine = LocalEngine(**({"max_num_seqs": 16, "page_size": 4} | settings))
     engine.setup(policy, TinyTokenizer(), recipe, dtype=dtype)  # type: ignore[arg-type]
     sync(engine, policy, version=0)
     return engine
@@ -143,9 +145,7 @@ class Scorer:
 
     def predicting(self) -> tuple[Tensor, Tensor]:
         """Indices (b, t) of the states that predict completion tokens, in the order of `rollout_logprobs`."""
-        pairs = [
-            (b, t - 1) for b, sequence in enumerate(self.sequences) for t in range(self.starts[b], len(sequence))
-        ]
+        pairs = [(b, t - 1) for b, sequence in enumerate(self.sequences) for t in range(self.starts[b], len(sequence))]
         b, t = zip(*pairs, strict=True)
         return torch.tensor(b), torch.tensor(t)
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E402  the filters of `quiet_imports` must be in place before torchao is imported
 """`trace-fit`: LightningCLI with two top-level groups of ours, `recipe` and `rollout`.
 
     trace-fit fit|validate|test|predict --config A.yaml --config B.yaml --recipe.kv_cache mxfp4 --trainer.max_steps 3
@@ -5,6 +6,9 @@
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
 below before the parser is built is what makes their short names (`GRPO`, `TIS`, `LocalEngine`, ...) resolve.
+
+What a run shows and leaves behind are callbacks, added here unless the user configured one of the same kind. Messages
+of other libraries that no user of ours can act on are silenced one by one; a new one shows until it is listed.
 """
 
 from __future__ import annotations
@@ -13,17 +17,82 @@ import argparse
 import logging
 import os
 import sys
-from typing import Any
+import warnings
+from typing import Any, NoReturn
+
+_SILENCED_LOGS = {
+    # torchao: kernels of other builds of Python and CUDA than this one; we use its tensor classes only.
+    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
+    # torch, on how torchao declares its enums.
+    "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),
+    # Lightning: advertisements, and the count of TPUs where there are none.
+    "lightning.pytorch.utilities.rank_zero": ("Tip: For seamless cloud", "TPU available: False"),
+}
+_SILENCED_WARNINGS = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.13
+    r"Found \d+ module\(s\) in eval mode at the start of training",  # as transformers loads them; the rollout needs it
+    r"Checkpoint directory .* exists and is not empty",  # a resumed run in the folder of the first
+)
+
+
+class _Silence(logging.Filter):
+    """Drops records that contain one of the given texts."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not any(text in message for text in self.texts)
+
+
+def quiet_imports() -> None:
+    """Install the filters of `_SILENCED_LOGS`, once."""
+    for name, texts in _SILENCED_LOGS.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(present, _Silence) for present in logger.filters):
+            logger.addFilter(_Silence(texts))
+
+
+quiet_imports()
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from trace_lightning import rl, tasks  # noqa: F401  short names
-from trace_lightning.callbacks import Rollout
+from trace_lightning.callbacks import (
+    CompletionsLogger,
+    HFExport,
+    Rollout,
+    RolloutProgressBar,
+    RunCheckpoint,
+    RunSummary,
+)
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
+from trace_lightning.rl import AdvantageEstimator, Correction, PolicyLoss
+from trace_lightning.rollout.base import RolloutEngine
+from trace_lightning.suggestions import did_you_mean, vocabulary
+from trace_lightning.tasks import RewardFn, Task
 from trace_lightning.types import QuantRecipe
+
+COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, RolloutEngine)
+
+
+class TraceParser(LightningArgumentParser):
+    """Ends bad input with its own message and near matches; the usage of 200 options would bury both."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message and exit with code 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        near = did_you_mean(message, vocabulary(self, COMPONENTS))
+        hint = f"\nDid you mean: {', '.join(near)}?" if near else ""
+        print(f"trace-fit: error: {message}{hint}\n(trace-fit fit --help lists all options)", file=sys.stderr)
+        sys.exit(2)
 
 
 class TraceCLI(LightningCLI):
@@ -46,6 +115,7 @@ class TraceCLI(LightningCLI):
             datamodule_class,
             trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}),
             auto_configure_optimizers=False,
+            parser_class=TraceParser,
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             **kwargs,
@@ -55,27 +125,107 @@ class TraceCLI(LightningCLI):
         parser.add_argument("--run_name", type=str, default="run", help="The run's folder: RUNS_DIR/RUN_NAME/VERSION.")
         parser.add_argument("--runs_dir", type=str, default="runs", help="Where runs are kept.")
         parser.add_class_arguments(QuantRecipe, "recipe")
-        parser.link_arguments("recipe", "model.recipe")
+        # On instantiation, so that a recipe that contradicts itself says so in its own words.
+        parser.link_arguments("recipe", "model.recipe", apply_on="instantiate")
         parser.add_lightning_class_args(Rollout, "rollout")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """As LightningCLI, with CSV and TensorBoard logs in one folder unless a logger is configured."""
+        """As LightningCLI, with our loggers and callbacks where none of their kind are configured."""
+        quiet_runtime()
         config = self.config[self.subcommand] if self.subcommand else self.config
-        if config.trainer.logger is None and "logger" not in kwargs:
-            kwargs["logger"] = default_loggers(config.runs_dir, config.run_name)
+        if not config.trainer.barebones:
+            loggers = default_loggers(config.runs_dir, config.run_name)
+            if config.trainer.logger is None:
+                kwargs.setdefault("logger", loggers)
+            if config.trainer.default_root_dir is None:
+                # With a logger of the user's, or none, Lightning would leave files in the working directory.
+                kwargs.setdefault("default_root_dir", loggers[0].log_dir)
+            self._add_default_callbacks(config.trainer, kwargs)
         trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
         return trainer
 
+    def _add_default_callbacks(self, settings: Any, kwargs: dict[str, Any]) -> None:
+        """Append ours to the defaults that LightningCLI puts behind the configured callbacks and the Rollout."""
+        always = _as_list(self.trainer_defaults.get("callbacks"))
+        configured = _as_list(kwargs.get("callbacks", self._get(self.config_init, "trainer").get("callbacks"))) + always
+        added = default_callbacks(
+            configured,
+            progress_bar=settings.enable_progress_bar is not False,
+            checkpoints=settings.enable_checkpointing is not False,
+        )
+        self.trainer_defaults = self.trainer_defaults | {"callbacks": always + added}
 
-def default_loggers(runs_dir: str, run_name: str) -> list[Logger]:
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration alone.
+
+        Lightning would overwrite `model.*` by the hyper-parameters of the checkpoint, also what is given on the command
+        line now. A resumed run takes its arguments from `--config RUN/config.yaml`, and may change some.
+        """
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def default_callbacks(
+    configured: list[Callback], *, progress_bar: bool = True, checkpoints: bool = True
+) -> list[Callback]:
+    """What shows a run and what it leaves behind, less what the user has configured of the same kind.
+
+    Beside a checkpoint callback of the user's, ours only saves on exceptions, as `checkpoints/interrupted.ckpt`.
+    """
+
+    def has(*kinds: type) -> bool:
+        return any(isinstance(callback, kinds) for callback in configured)
+
+    added: list[Callback] = []
+    if progress_bar and not has(ProgressBar):
+        added.append(RolloutProgressBar())
+    added += [kind() for kind in (CompletionsLogger, RunSummary, HFExport) if not has(kind)]
+    if checkpoints and not has(RunCheckpoint):
+        beside = has(Checkpoint)
+        added.append(RunCheckpoint(only_on_exception=beside, filename="interrupted" if beside else "last"))
+    return added
+
+
+class RunCSVLogger(CSVLogger):
+    """CSV written at every step, for a run that is watched; `config.yaml` makes `hparams.yaml` superfluous."""
+
+    def __init__(self, save_dir: str, name: str) -> None:
+        super().__init__(save_dir, name=name, flush_logs_every_n_steps=1)
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Nothing: `config.yaml`, beside it, says all of it in the form that `--config` reads."""
+
+
+class RunTensorBoardLogger(TensorBoardLogger):
+    """TensorBoard without its own copy of `hparams.yaml`; the HPARAMS tab reads the event file."""
+
+    def save(self) -> None:
+        """Flush the event file."""
+        if self._experiment is not None:
+            self._experiment.flush()
+
+
+def default_loggers(runs_dir: str, run_name: str) -> list[Any]:
     """CSV (always readable) and TensorBoard, sharing one version folder."""
-    csv = CSVLogger(runs_dir, name=run_name)
-    return [csv, TensorBoardLogger(runs_dir, name=run_name, version=csv.version, sub_dir="tensorboard")]
+    csv = RunCSVLogger(runs_dir, run_name)
+    settings: dict[str, Any] = {"version": csv.version, "sub_dir": "tensorboard", "default_hp_metric": False}
+    return [csv, RunTensorBoardLogger(runs_dir, name=run_name, **settings)]
+
+
+def quiet_runtime() -> None:
+    """Silence the warnings of `_SILENCED_WARNINGS`, and the bars with which transformers reads and writes weights."""
+    from transformers.utils import logging as transformers_logging
+
+    for message in _SILENCED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    transformers_logging.disable_progress_bar()
 
 
 def main() -> None:
     """Entry point of `trace-fit`. Bad input ends with one line and exit code 2."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _log_to_stderr()
     try:
         if sys.argv[1:2] == ["prepare"]:
             _prepare(sys.argv[2:])
@@ -86,6 +236,28 @@ def main() -> None:
             raise
         print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # inside `fit`, Lightning has handled it: files are written and the exit code is 1
+        sys.exit(130)
+
+
+class _CurrentStderr(logging.StreamHandler[Any]):
+    """Writes to whatever `sys.stderr` is now: rich replaces it while a bar is shown, to print above the bar."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        pass
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_CurrentStderr()])
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        # Their own handlers hold the stderr of the time of their import.
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
 
 
 def _prepare(arguments: list[str]) -> None:

@@ -26,7 +26,14 @@ class PromptLoader:
     """Batches of prompts, shuffled per epoch by (seed, epoch), cut over ranks, resumable in mid-epoch."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], batch_size: int, *, shuffle: bool, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.prompts, self.batch_size, self.shuffle, self.seed = prompts, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
@@ -151,8 +158,14 @@ class PromptDataModule(pl.LightningDataModule):
             # Held-out uids are negative, so that no held-out sequence shares its random numbers with a training one.
             prompts.append(Prompt(token_ids=ids, problem=problem, uid=uid if split == "training" else -uid - 1))
         if touched:
-            log.warning("%d of %d %s prompts were longer than %s tokens: %s", touched, len(problems), split, limit,
-                        "dropped" if self.overlong_prompts == "drop" else "truncated on the left")
+            log.warning(
+                "%d of %d %s prompts were longer than %s tokens: %s",
+                touched,
+                len(problems),
+                split,
+                limit,
+                "dropped" if self.overlong_prompts == "drop" else "truncated on the left",
+            )
         return prompts
 
     def train_dataloader(self) -> PromptLoader:
@@ -196,7 +209,9 @@ def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         ids = tokenizer(problem.prompt)["input_ids"]
     else:
         if not tokenizer.chat_template:
-            raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain text prompts")
+            raise ValueError(
+                "the prompts are chat messages, but the tokenizer has no chat template: use plain text prompts"
+            )
         text = tokenizer.apply_chat_template(problem.prompt, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:

@@ -46,6 +46,8 @@ def from_plain(value: Any) -> Any:
         try:
             cls = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"the checkpoint needs {value['class_path']}, which cannot be imported: {error}") from error
+            raise ValueError(
+                f"the checkpoint needs {value['class_path']}, which cannot be imported: {error}"
+            ) from error
         return cls(**{key: from_plain(item) for key, item in value.get("init_args", {}).items()})
     return value

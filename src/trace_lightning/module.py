@@ -80,7 +80,13 @@ class PolicyModule(pl.LightningModule):
         super().__init__()
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.save_hyperparameters({name: to_plain(value) for name, value in arguments.items()})
-        for name in ("num_iterations", "num_minibatches", "max_tokens_per_microbatch", "max_grad_norm", "learning_rate"):
+        for name in (
+            "num_iterations",
+            "num_minibatches",
+            "max_tokens_per_microbatch",
+            "max_grad_norm",
+            "learning_rate",
+        ):
             if arguments[name] <= 0:
                 raise ValueError(f"model.{name}={arguments[name]} must be above 0")
         if getattr(from_plain(loss), "beta", 0) > 0:
@@ -118,20 +124,27 @@ class PolicyModule(pl.LightningModule):
         assert self.policy is not None
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            parameters, lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay  # type: ignore[arg-type]
+            parameters,
+            lr=self.learning_rate,
+            betas=self.betas,
+            weight_decay=self.weight_decay,  # type: ignore[arg-type]
         )
         warmup = max(1, self.warmup_steps)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave the batch where it is: micro-batches are moved one by one, just before their forward."""
-        return batch
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer this module is attached to."""
+        trainer: pl.Trainer = super().trainer
+        return trainer
 
-    def on_fit_start(self) -> None:
-        """Refuse a precision under which gradient clipping would see scaled gradients."""
-        if str(self.trainer.precision) == "16-mixed":
-            raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        # On attaching, because Lightning's own complaint, which comes next, cannot name our arguments.
+        if trainer is not None:
+            _check_trainer(trainer)
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         """All optimizer steps of one rollout, and its metrics."""
@@ -155,7 +168,9 @@ class PolicyModule(pl.LightningModule):
 
     def _minibatches(self, num_sequences: int, iteration: int) -> list[list[int]]:
         if self.num_minibatches > num_sequences:
-            raise ValueError(f"model.num_minibatches={self.num_minibatches}, but a rollout has {num_sequences} sequences")
+            raise ValueError(
+                f"model.num_minibatches={self.num_minibatches}, but a rollout has {num_sequences} sequences"
+            )
         generator = torch.Generator().manual_seed(self.trainer.global_step * 1009 + iteration)
         order = torch.randperm(num_sequences, generator=generator)
         return [part.tolist() for part in order.tensor_split(self.num_minibatches)]
@@ -277,3 +292,16 @@ class PolicyModule(pl.LightningModule):
             {"prompt": prompt.problem.prompt, "completion": completion.text, "reward": reward}
             for (prompt, completion), reward in zip(batch.sequences(), rewards, strict=True)
         ]
+
+
+def _check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse flags that manual optimisation would not honour."""
+    if str(trainer.precision) == "16-mixed":
+        raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
+    if trainer.gradient_clip_val:
+        raise ValueError("trainer.gradient_clip_val is not used here: set model.max_grad_norm instead")
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            "trainer.accumulate_grad_batches is not used here: a rollout is cut by model.max_tokens_per_microbatch, "
+            "and its size is data.batch_size x rollout.num_generations"
+        )

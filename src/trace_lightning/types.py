@@ -287,6 +287,10 @@ class RolloutBatch:
     policy_version: int = -1
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def to(self, device: Any) -> RolloutBatch:
+        """Itself, where it is (Lightning calls this): micro-batches are moved one by one, before their forward."""
+        return self
+
     def sequences(self) -> Iterator[tuple[Prompt, Completion]]:
         """Prompt and completion of each of the B sequences, in batch order."""
         for i, completion in enumerate(self.completions):

@@ -1,4 +1,4 @@
-"""The record of the rollout's rounding, and what following it does to the trainer's (METHOD: TRACE, arXiv 2610.07767)."""
+"""The record of the rollout's rounding, and what following it does to the trainer's (TRACE, arXiv 2610.07767)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def recipe_of(fmt: Any = "nvfp4", **guidance: Any) -> QuantRecipe:
     return QuantRecipe(weights=fmt, activations=fmt, kv_cache=fmt, guidance=config)
 
 
-def record_of(config: GuidanceConfig, passes: list[Quantized], audited: list[list[bool]] | None = None) -> GuidanceRecord:
+def record_of(
+    config: GuidanceConfig, passes: list[Quantized], audited: list[list[bool]] | None = None
+) -> GuidanceRecord:
     """The record of one linear site of layer 0 over some forward passes."""
     recorder = GuidanceRecorder(config, {(0, "attn_in")}, CPU)
     for i, q in enumerate(passes):
@@ -111,7 +113,9 @@ class TestRowsOfARollout:
         for i, prompt in enumerate(PROMPTS):
             group, length = generation.completions[3 * i : 3 * i + 3], len(prompt.token_ids)
             rows = [completion.guidance_rows for completion in group]
-            assert all(r is not None and len(r) == length + len(c.token_ids) - 1 for r, c in zip(rows, group, strict=True))
+            assert all(
+                r is not None and len(r) == length + len(c.token_ids) - 1 for r, c in zip(rows, group, strict=True)
+            )
             assert all(torch.equal(r[:length], rows[0][:length]) for r in rows)  # type: ignore[index]
             fresh += rows[0][:length].tolist() + torch.cat([r[length:] for r in rows]).tolist()  # type: ignore[index]
         assert sorted(fresh) == list(range(generation.guidance.num_rows)), "each token was fed once"
@@ -131,7 +135,9 @@ class TestRowsOfARollout:
         assert engine.guidance_keys == {(layer, site) for layer in expected for site in SITES}
 
     def test_nothing_to_guide_is_refused(self) -> None:
-        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", guidance=GuidanceConfig(mode="full", sites=["mlp_in"]))
+        recipe = QuantRecipe(
+            weights="nvfp4", activations="nvfp4", guidance=GuidanceConfig(mode="full", sites=["mlp_in"])
+        )
         with pytest.raises(ValueError, match="quantises nothing there"):
             make_engine(make_model("gpt2"), recipe)
 

@@ -48,7 +48,7 @@ def scales_of(model: Any, fmt: str = "nvfp4", *, rotated: bool = False) -> Tenso
 # gemma multiplies by 1 + weight, phi has a LayerNorm with bias, olmoe normalises K over all heads.
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "olmoe"])
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
-@pytest.mark.parametrize("linears", ["none", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("linears", ["none", "nvfp4"])
 @pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
 def test_nothing_exceeds_the_bound(family: str, rotation: Any, linears: Any, scale: float) -> None:
     model = make_model(family)

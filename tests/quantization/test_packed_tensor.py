@@ -54,7 +54,8 @@ class TestStorage:
         assert_same(cls.from_packed(loaded, width=50, dtype=torch.float32), weight)
 
     @pytest.mark.parametrize(
-        ("cls", "name"), [(NVFP4Tensor, "scale"), (NVFP4Tensor, "outer_scale"), (MXFP4Tensor, "scale"), (MXFP4Tensor, "qdata")]
+        ("cls", "name"),
+        [(NVFP4Tensor, "scale"), (NVFP4Tensor, "outer_scale"), (MXFP4Tensor, "scale"), (MXFP4Tensor, "qdata")],
     )
     def test_missing_field_is_named(self, cls: Packed, name: str) -> None:
         tensors = make(cls).packed_tensors()

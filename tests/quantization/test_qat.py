@@ -78,7 +78,9 @@ class TestInstall:
 
     def test_fused_groups(self) -> None:
         layout = read_layout(make_model("llama"), W4A4KV4)
-        leaves = [(group.layer, group.site, [name.rpartition(".")[2] for name in group.names]) for group in layout.groups]
+        leaves = [
+            (group.layer, group.site, [name.rpartition(".")[2] for name in group.names]) for group in layout.groups
+        ]
         assert leaves == [
             (layer, site, names)
             for layer in (0, 1)

@@ -29,6 +29,7 @@ from trace_lightning.tasks.base import FunctionReward, RewardFn
 from trace_lightning.types import Problem, RolloutBatch, SamplingParams
 
 Reward = RewardFn | Callable[[str, Problem], float | None]
+_DEFAULT_SAMPLING = SamplingParams()
 _DTYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "bf16": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -59,7 +60,7 @@ class Rollout(Callback):
     def __init__(
         self,
         engine: RolloutEngine | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams = _DEFAULT_SAMPLING,
         num_generations: int = 8,
         rewards: list[Reward] | None = None,
         reward_weights: list[float] | None = None,
@@ -71,13 +72,14 @@ class Rollout(Callback):
             if value < 1:
                 raise ValueError(f"rollout.{name}={value} must be at least 1")
         self.engine = engine or LocalEngine()
-        self.sampling = sampling or SamplingParams()
+        self.sampling = sampling
         self.eval_sampling = eval_sampling or self.sampling
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
         self.scorer: Scorer | None = None
-        self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here
+        self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
+        self.on_phase: Callable[[str], None] | None = None
         self.phase = "idle"
         self._rollouts = 0
         self._ready = False
@@ -129,7 +131,7 @@ class Rollout(Callback):
             batch.completion_mask_BT &= ~cut.unsqueeze(1)
         assert self.scorer is not None
         self.scorer.stop_if_all_failed()
-        self.phase = "train"
+        self._enter("train")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
@@ -152,7 +154,12 @@ class Rollout(Callback):
         values["num_tokens"] = float(lengths.sum())
         values["policy_version"] = float(batch.policy_version)
         pl_module.log_dict(values, batch_size=len(batch.prompts))
-        self.phase = "idle"
+        self._enter("idle")
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
         self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
@@ -176,18 +183,32 @@ class Rollout(Callback):
         *,
         record: bool,
     ) -> None:
+        # Lightning evaluates under inference_mode; what the engine allocates there could not be renewed in training.
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill_batch(trainer, module, batch, sampling, num_generations, record=record)
+
+    def _fill_batch(
+        self,
+        trainer: pl.Trainer,
+        module: PolicyModule,
+        batch: RolloutBatch,
+        sampling: SamplingParams,
+        num_generations: int,
+        *,
+        record: bool,
+    ) -> None:
         begin = time.perf_counter()
         self._ensure_engine(trainer, module)
         assert module.policy is not None and self.scorer is not None
         if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
-            self.phase = "sync"
+            self._enter("sync")
             self.engine.load_weights(module.policy.named_parameters(), version=trainer.global_step)
             self._synced_at = trainer.global_step
         synced = time.perf_counter()
-        self.phase = "rollout"
+        self._enter("rollout")
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
-        self.phase = "reward"
+        self._enter("reward")
         texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
         batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)

@@ -38,9 +38,20 @@ def load_policy(
     model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=dtype)
     applied = recipe if recipe.trainer == "qat" else QuantRecipe()
     install_qat(model, applied, attention=attention)
+    _switch_off_dropout(model)
     if gradient_checkpointing:
         set_gradient_checkpointing(model, True)
-    return model
+    trained: PreTrainedModel = model.train()  # transformers recomputes activations in train mode only
+    return trained
+
+
+def _switch_off_dropout(model: PreTrainedModel) -> None:
+    """Dropout would be noise on the trainer's side of the comparison with the rollout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from trace_kernels import Quantized, pack_bits, pack_codes
 
+from trace_kernels import Quantized, pack_bits, pack_codes
 from trace_lightning.types import GuidanceConfig
 
 Key = tuple[int, str]  # (layer, site)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
 from trace_kernels import BlockFormat
 
 ROTATION_BLOCK = 16
@@ -54,7 +55,7 @@ class KVWeights:
 
     @classmethod
     def of(cls, attention: nn.Module, input_norm: nn.Module | None) -> KVWeights | None:
-        """From modules; None without separate `k_proj` and `v_proj`, or where the norm in front of them is not known."""
+        """From modules; None without separate `k_proj` and `v_proj`, or if the norm before them is not known."""
         k, v = getattr(attention, "k_proj", None), getattr(attention, "v_proj", None)
         if input_norm is None or not isinstance(k, nn.Linear) or not isinstance(v, nn.Linear):
             return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from trace_kernels import MXFP4, BlockFormat
 
+from trace_kernels import MXFP4, BlockFormat
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor, register_ops
 
 

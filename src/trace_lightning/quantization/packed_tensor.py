@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
+
 from trace_kernels import BlockFormat, Quantized, pack_codes, unpack_codes
 
 aten = torch.ops.aten

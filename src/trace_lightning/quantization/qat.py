@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trace_kernels import BlockFormat, get_format, straight_through
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trace_kernels import BlockFormat, get_format, straight_through
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
@@ -205,13 +205,17 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
         ValueError: if `attention` is unknown, or `kv_rotation` meets a head dim that 16 does not divide.
     """
     if attention not in ALL_ATTENTION_FUNCTIONS.valid_keys() and attention != "eager":
-        raise ValueError(f"attention {attention!r} is unknown; choose one of {sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())}")
+        raise ValueError(
+            f"attention {attention!r} is unknown; choose one of {sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())}"
+        )
     layout = read_layout(model, recipe)
     states = [LayerState() for _ in layout.layers]
     for layer, state in zip(layout.layers, states, strict=True):
         layer.register_forward_pre_hook(state, with_kwargs=True)
     qat = QATState(layout)
-    weights, activations = (get_format(f, four_over_six=recipe.four_over_six) for f in (recipe.weights, recipe.activations))
+    weights, activations = (
+        get_format(f, four_over_six=recipe.four_over_six) for f in (recipe.weights, recipe.activations)
+    )
     for group in layout.groups:
         qat_group = QATGroup(group, states[group.layer], weights, activations)
         qat.groups.append(qat_group)

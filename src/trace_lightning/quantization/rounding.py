@@ -17,9 +17,9 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+
 from trace_kernels import BlockFormat, Quantized, straight_through, unpack_bits, unpack_codes
 from trace_kernels.quantize import _E2M1Format
-
 from trace_lightning.quantization.guidance import GuidanceRecorder, GuidanceRows, SiteTable
 
 

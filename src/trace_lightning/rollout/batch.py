@@ -39,7 +39,9 @@ def prefill_batch(
     """Feed whole sequences from position 0; `pages[b]` are the pages of sequence b, in order."""
     lengths = [len(ids) for ids in token_ids]
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    slots = [[p[t // page_size] * page_size + t % page_size for t in range(n)] for p, n in zip(pages, lengths, strict=True)]
+    slots = [
+        [p[t // page_size] * page_size + t % page_size for t in range(n)] for p, n in zip(pages, lengths, strict=True)
+    ]
     steps = torch.arange(max(lengths))
     inside = steps < torch.tensor(lengths).unsqueeze(1)
     index = {
@@ -94,7 +96,9 @@ def paged_attention(
     """
     k_BLKD, v_BLKD = kv.read(layer, batch.read_slots_BL)
     q_BTHD = q_NHD.unsqueeze(1) if batch.query_index_BT is None else q_NHD[batch.query_index_BT]
-    positions_BT = batch.positions_N.unsqueeze(1) if batch.query_index_BT is None else batch.positions_N[batch.query_index_BT]
+    positions_BT = (
+        batch.positions_N.unsqueeze(1) if batch.query_index_BT is None else batch.positions_N[batch.query_index_BT]
+    )
     b, t, h, d = q_BTHD.shape
     kv_heads = k_BLKD.shape[2]
     # Heads of one group share K and V: fold them into the query rows instead of repeating K and V.

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trace_kernels import BlockFormat, get_format
 from transformers import PreTrainedModel
 
+from trace_kernels import BlockFormat, get_format
 from trace_lightning.models.layout import read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
 from trace_lightning.rollout.batch import ForwardBatch, paged_attention
@@ -236,7 +236,9 @@ class FusedDecoder(Decoder):
         hidden = F.embedding(batch.token_ids_N, self.embedding)
         cos, sin = (part[0] for part in self.rotary(hidden.unsqueeze(0), batch.positions_N.unsqueeze(0)))
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attend(index, layer, rms_norm(hidden, layer.input_norm, self.eps), cos, sin, batch, kv)
+            hidden = hidden + self._attend(
+                index, layer, rms_norm(hidden, layer.input_norm, self.eps), cos, sin, batch, kv
+            )
             hidden = hidden + self._mlp(index, layer, rms_norm(hidden, layer.post_norm, self.eps), batch)
         last = hidden if batch.last_index_B is None else hidden[batch.last_index_B]
         return rms_norm(last, self.final_norm, self.eps)

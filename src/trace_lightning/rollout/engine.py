@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from trace_kernels import BlockFormat
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trace_kernels import BlockFormat
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.quantization.guidance import GuidanceRecorder
@@ -59,9 +59,19 @@ class LocalEngine(RolloutEngine):
         decoder: Literal["auto", "fused", "hf"] = "auto",
         verify: bool = True,
     ) -> None:
-        for name, value in {"max_num_seqs": max_num_seqs, "page_size": page_size, "prefill_tokens": prefill_tokens}.items():
+        for name, value in {
+            "max_num_seqs": max_num_seqs,
+            "page_size": page_size,
+            "prefill_tokens": prefill_tokens,
+        }.items():
             if value < 1:
                 raise ValueError(f"engine.{name}={value} must be at least 1")
+        if kv_cache_tokens is not None and kv_cache_tokens < 1:
+            raise ValueError(
+                f"engine.kv_cache_tokens={kv_cache_tokens} must be at least 1, or null for what a call needs"
+            )
+        if decoder not in ("auto", "fused", "hf"):
+            raise ValueError(f"engine.decoder={decoder!r}: choose one of auto, fused, hf")
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"engine.memory_fraction={memory_fraction} must be in (0, 1]")
         self.max_num_seqs, self.page_size, self.kv_cache_tokens = max_num_seqs, page_size, kv_cache_tokens

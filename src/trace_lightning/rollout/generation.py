@@ -53,6 +53,7 @@ class GenerationRun:
             prefill_seconds += time.perf_counter() - before
             for sequence in scheduler.retire():
                 done[sequence.group.index * num_samples + sequence.sample] = self._completion(sequence)
+            assert started or scheduler.running, "work is left, but no sequence can start: pages are missing"
             if scheduler.running:
                 self._decode(scheduler.running)
             for sequence in scheduler.retire():

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trace_kernels import get_format
 from transformers import PreTrainedModel
 
+from trace_kernels import get_format
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.policy import logits_head
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate

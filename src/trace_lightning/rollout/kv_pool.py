@@ -18,8 +18,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from trace_kernels import BlockFormat, Quantized, pack_codes, unpack_codes
 
+from trace_kernels import BlockFormat, Quantized, pack_codes, unpack_codes
 from trace_lightning.quantization.rounding import NearestRounding
 
 

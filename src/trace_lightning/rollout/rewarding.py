@@ -35,17 +35,23 @@ class Scorer:
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"reward names must differ, got {', '.join(self.names)}")
         if weights is not None and len(weights) != len(rewards):
-            raise ValueError(f"{len(weights)} reward_weights for {len(rewards)} reward functions ({', '.join(self.names)})")
+            raise ValueError(
+                f"{len(weights)} reward_weights for {len(rewards)} reward functions ({', '.join(self.names)})"
+            )
         self.rewards, self.weights = list(rewards), list(weights or [1.0] * len(rewards))
         self.errors: Counter[str] = Counter()  # by reward name, over the whole run
         self._failed_calls = self._calls = 0
         self._last_error = ""
 
-    def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> tuple[Tensor, dict[str, list[float]]]:
+    def __call__(
+        self, completions: Sequence[str], problems: Sequence[Problem]
+    ) -> tuple[Tensor, dict[str, list[float]]]:
         """Weighted rewards FP32 [B] and the raw values by name; NaN where a function gave none or raised."""
         self._failed_calls = self._calls = 0
         by_name = {
-            reward.name: [self._call(reward, text, problem) for text, problem in zip(completions, problems, strict=True)]
+            reward.name: [
+                self._call(reward, text, problem) for text, problem in zip(completions, problems, strict=True)
+            ]
             for reward in self.rewards
         }
         columns = torch.tensor([by_name[name] for name in self.names], dtype=torch.float32)
@@ -55,12 +61,17 @@ class Scorer:
         self._calls += 1
         try:
             value = reward(completion, problem)
-        except Exception as error:  # noqa: BLE001  user code may raise anything; it is counted, shown, and stops the run if general
+        except Exception as error:
             self._failed_calls += 1
             self.errors[reward.name] += 1
             self._last_error = f"{reward.name} raised {type(error).__name__}: {error}"
             if self.errors[reward.name] == 1:
-                log.warning("%s on %r; the completion is not scored\n%s", self._last_error, completion[:80], traceback.format_exc())
+                log.warning(
+                    "%s on %r; the completion is not scored\n%s",
+                    self._last_error,
+                    completion[:80],
+                    traceback.format_exc(),
+                )
             return math.nan
         return math.nan if value is None else float(value)
 

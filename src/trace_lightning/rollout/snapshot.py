@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trace_kernels import get_format
 
+from trace_kernels import get_format
 from trace_lightning.quantization.mxfp4 import MXFP4Tensor
 from trace_lightning.quantization.nvfp4 import NVFP4Tensor
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
@@ -26,7 +26,9 @@ _PACKED: dict[str, type[PackedFP4Tensor]] = {"nvfp4": NVFP4Tensor, "mxfp4": MXFP
 class SnapshotLinear:
     """A fused linear of the snapshot: rows of several Hugging Face linears, one outer scale, one input site."""
 
-    def __init__(self, linears: list[tuple[str, nn.Linear]], fmt_name: str, four_over_six: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, linears: list[tuple[str, nn.Linear]], fmt_name: str, four_over_six: bool, dtype: torch.dtype
+    ) -> None:
         self.names = [name for name, _ in linears]
         self.format = get_format(fmt_name, four_over_six=four_over_six)
         rows = [linear.weight.shape[0] for _, linear in linears]

@@ -1,0 +1,148 @@
+"""`curves.png`: six panels that tell whether a run learned, and whether rollout and trainer agreed while it did.
+
+Mismatch spans decades and is often exactly zero (guided rounding can make both sides bit-equal), so its axis is
+logarithmic down to the smallest value measured and linear from there to zero. A figure object is drawn directly:
+pyplot would switch the process to another backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trace_lightning.callbacks.history import PHASES, RunHistory, mean, measured
+
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe-Ito: told apart by colour-blind readers and in grey
+_MAX_BARS = 200
+_MAX_MARKERS = 40
+
+
+def draw_curves(history: RunHistory, path: Path, title: str = "") -> None:
+    """Draw the history of a run into a PNG file, whole or not at all."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), dpi=110, layout="constrained")
+    axes = figure.subplots(2, 3)
+    _reward(axes[0][0], history)
+    _mismatch(axes[0][1], history)
+    _codes_or_throughput(axes[0][2], history)
+    _single(axes[1][0], history, "entropy", "entropy", "nats per token", _COLORS[0])
+    _single(axes[1][1], history, "mean_length", "completion length", "tokens", _COLORS[0])
+    _phases(axes[1][2], history)
+    for axis in axes.flat:
+        _finish(axis, history)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    figure.savefig(part, format="png")
+    part.replace(path)
+
+
+def _steps(history: RunHistory) -> list[float]:
+    return history.column("step")
+
+
+def _line(axis: Any, x: Sequence[float], y: Sequence[float], color: str, label: str, **kwargs: Any) -> None:
+    """A curve; single points would be invisible without markers, and hundreds of markers hide the curve."""
+    marker = "o" if len(x) <= _MAX_MARKERS else ""
+    axis.plot(x, y, color=color, label=label, **({"marker": marker, "markersize": 3, "linewidth": 1.3} | kwargs))
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the last `window` values up to each, NaN left out."""
+    averages = (mean(measured(values[max(0, i + 1 - window) : i + 1])) for i in range(len(values)))
+    return [math.nan if average is None else average for average in averages]
+
+
+def _reward(axis: Any, history: RunHistory) -> None:
+    steps, rewards = _steps(history), history.column("reward")
+    if measured(rewards):
+        window = max(1, len(steps) // 20)
+        if window > 1:
+            axis.plot(steps, rewards, color=_COLORS[0], alpha=0.3, linewidth=0.8)
+        label = "training" if window == 1 else f"training, mean of {window}"
+        _line(axis, steps, running_mean(rewards, window), _COLORS[0], label, **({"marker": ""} if window > 1 else {}))
+    heldout = [record for record in history.heldout if "reward" in record]
+    if heldout:
+        x, y = [r["step"] for r in heldout], [r["reward"] for r in heldout]
+        axis.plot(x, y, color=_COLORS[1], marker="s", markersize=5, linewidth=1.3, label="held out")
+    axis.set(title="reward", ylabel="mean reward")
+
+
+def _mismatch(axis: Any, history: RunHistory) -> None:
+    names = {"max_abs_dlogp": "max |Δ log p|", "mean_abs_dlogp": "mean |Δ log p|", "k3": "k3"}
+    for color, (name, label) in zip((_COLORS[1], _COLORS[0], _COLORS[2]), names.items(), strict=True):
+        values = history.column(name)
+        if measured(values):
+            _line(axis, _steps(history), values, color, label)
+    _log_down_to_zero(axis, [value for name in names for value in measured(history.column(name))])
+    axis.set(title="trainer against rollout, sampled tokens", ylabel="log-prob difference")
+
+
+def _log_down_to_zero(axis: Any, values: Sequence[float]) -> None:
+    positive = [value for value in values if 0 < value < math.inf]
+    if positive:
+        smallest = 10 ** math.floor(math.log10(min(positive)))
+        if min(values) > 0:
+            axis.set_yscale("log")
+            return
+        axis.set_yscale("symlog", linthresh=smallest, linscale=0.5)
+        axis.set_ylim(-0.1 * smallest, 2 * max(positive))
+    elif values:
+        axis.set_ylim(-0.05, 1)
+        axis.text(0.5, 0.5, "exactly 0 in every step", ha="center", transform=axis.transAxes, color="0.35")
+
+
+def _codes_or_throughput(axis: Any, history: RunHistory) -> None:
+    """Codes in which the two sides differ, where that was audited; else how fast the rollout was."""
+    if not measured(history.column("codes_before")):
+        _single(axis, history, "tokens_per_s", "rollout throughput", "tokens per second", _COLORS[0])
+        return
+    pairs = [history.column("codes_before"), history.column("codes_after")]
+    for color, values, label in zip(_COLORS[1::-1], pairs, ("before guidance", "after guidance"), strict=True):
+        _line(axis, _steps(history), values, color, label)
+    _log_down_to_zero(axis, [value for values in pairs for value in measured(values)])
+    axis.set(title="activation codes that differ", ylabel="share of audited codes")
+
+
+def _single(axis: Any, history: RunHistory, name: str, title: str, ylabel: str, color: str) -> None:
+    values = history.column(name)
+    if measured(values):
+        _line(axis, _steps(history), values, color, "")
+    axis.set(title=title, ylabel=ylabel)
+
+
+def _phases(axis: Any, history: RunHistory) -> None:
+    steps = _steps(history)
+    columns = {phase: history.column(f"{phase}_s") for phase in PHASES}
+    columns = {p: [0.0 if math.isnan(v) else v for v in values] for p, values in columns.items() if measured(values)}
+    if len(steps) > _MAX_BARS:
+        axis.stackplot(steps, *columns.values(), labels=list(columns), colors=_COLORS)
+    else:
+        width = 0.85 * min((b - a for a, b in pairwise(steps) if b > a), default=1.0)
+        bottom = [0.0] * len(steps)
+        for color, (phase, values) in zip(_COLORS, columns.items(), strict=False):
+            axis.bar(steps, values, width, bottom=bottom, color=color, label=phase)
+            bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    axis.set(title="time per step", ylabel="seconds")
+
+
+def _finish(axis: Any, history: RunHistory) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_xlabel("optimizer steps")
+    steps = _steps(history) + [record["step"] for record in history.heldout]
+    last = max(steps, default=0.0)
+    margin = max(0.6, 0.02 * last)
+    axis.set_xlim(min(steps, default=0.0) - margin, last + margin)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(True, alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    if not axis.has_data():
+        axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="0.35")
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8, framealpha=0.75, edgecolor="none", loc="best")

@@ -1,0 +1,123 @@
+"""What is remembered of a run, step by step, and the numbers of `summary.json` that follow from it.
+
+A step is named by the optimizer steps behind the weights that drew its rollout: the first one is step 0, as in
+metrics.csv, and a validation before training is step 0 as well. Only plain floats are kept, so the history can travel
+in a checkpoint and a resumed run still knows where it started. What was not measured is absent, and null in the
+summary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PHASES = ("sync", "rollout", "reward", "train")
+METRICS = {
+    "reward": "reward",
+    "mean_abs_dlogp": "sampling/sampling_logp_difference/mean",
+    "max_abs_dlogp": "sampling/sampling_logp_difference/max",
+    "k3": "rollout_corr/k3_kl",
+    "entropy": "entropy",
+    "mean_length": "completions/mean_length",
+    "codes_before": "guidance/code_mismatch_before",
+    "codes_after": "guidance/code_mismatch_after",
+    "tokens_per_s": "throughput/rollout_tokens_per_s",
+    "step_s": "timing/step_s",
+    **{f"{phase}_s": f"timing/{phase}_s" for phase in PHASES},
+}
+HELDOUT = {"reward": "heldout/reward", "mean_length": "heldout/mean_length"}
+_WINDOW = 5  # steps over which the first and the last training reward are averaged
+
+Record = dict[str, float]
+
+
+def pick(names: Mapping[str, str], metrics: Mapping[str, Tensor | float]) -> Record:
+    """Those of `names` (short name to metric key) that were measured, with one transfer from the device."""
+    found = {short: metrics[key] for short, key in names.items() if key in metrics}
+    if not found:
+        return {}
+    values = torch.stack([torch.as_tensor(value).detach().double().cpu() for value in found.values()]).tolist()
+    return dict(zip(found, values, strict=True))
+
+
+@dataclass
+class RunHistory:
+    """Records of training steps and validations, each with its `step`, and the seconds they took in all."""
+
+    steps: list[Record] = field(default_factory=list)
+    heldout: list[Record] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def column(self, name: str) -> list[float]:
+        """The values of one metric over all training steps, NaN where it was not measured."""
+        return [record.get(name, math.nan) for record in self.steps]
+
+    def summary(self) -> dict[str, Any]:
+        """The measured part of `summary.json`.
+
+        * `reward`: training reward, mean over the first and the last 5 steps
+        * `heldout`: of the first and the last validation, and the optimizer steps behind the weights of each
+        * `divergence`: |log p(trainer) - log p(rollout)| of sampled tokens, `mean` and `k3` as means over the steps,
+          `max` as the maximum of the run
+        * `code_mismatch`: share of audited activation codes in which trainer and rollout differ, mean over the steps;
+          `before` is the trainer's own rounding, `after` the guided one
+        * `throughput`: completion tokens per second of generation, and its share of the time of all steps
+        """
+        rewards = measured(self.column("reward"))
+        first, last = (self.heldout[0], self.heldout[-1]) if self.heldout else ({}, {})
+        return {
+            "reward": {"first": mean(rewards[:_WINDOW]), "last": mean(rewards[-_WINDOW:])},
+            "heldout": {
+                "first": first.get("reward"),
+                "last": last.get("reward"),
+                "first_step": None if not first else int(first["step"]),
+                "last_step": None if not last else int(last["step"]),
+            },
+            "divergence": {
+                "mean_abs_dlogp": mean(measured(self.column("mean_abs_dlogp"))),
+                "max_abs_dlogp": max(measured(self.column("max_abs_dlogp")), default=None),
+                "k3": mean(measured(self.column("k3"))),
+            },
+            "code_mismatch": {
+                "before": mean(measured(self.column("codes_before"))),
+                "after": mean(measured(self.column("codes_after"))),
+            },
+            "throughput": self._throughput(),
+            "rollouts": len(self.steps),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def _throughput(self) -> dict[str, float | None]:
+        timed = [r for r in self.steps if {"tokens_per_s", "rollout_s", "step_s"} <= r.keys()]
+        rollout, step = sum(r["rollout_s"] for r in timed), sum(r["step_s"] for r in timed)
+        tokens = sum(r["tokens_per_s"] * r["rollout_s"] for r in timed)
+        return {
+            "rollout_tokens_per_s": tokens / rollout if rollout else None,
+            "rollout_share": rollout / step if step else None,
+        }
+
+
+def measured(values: Sequence[float]) -> list[float]:
+    """The values that are not NaN."""
+    return [value for value in values if not math.isnan(value)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean, None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def json_safe(value: Any) -> Any:
+    """The same data with NaN as None and infinities as the strings `inf` and `-inf`: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

@@ -1,0 +1,47 @@
+"""Did you mean: from an error of the parser to the options and class names that are spelled nearly the same."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from argparse import ArgumentParser, _SubParsersAction
+
+# What a message quotes from the input: 'quoted', --option, a dotted or snake_case name, a ClassName.
+_QUOTED = re.compile(r"'([\w.]+)'|--([\w.]+)|\b(\w+[._]\w[\w.]*)|\b([A-Z]\w*[A-Z]\w*)")
+
+
+def vocabulary(parser: ArgumentParser, components: tuple[type, ...]) -> set[str]:
+    """All option names of a parser and of its subcommands, and class and argument names of the components.
+
+    Args:
+        parser: the parser that failed.
+        components: base classes whose subclasses can be named in a config.
+    """
+    known: set[str] = set()
+    parsers = [parser]
+    while parsers:
+        for action in parsers.pop()._actions:
+            known |= {action.dest, *(option.lstrip("-") for option in action.option_strings)}
+            if isinstance(action, _SubParsersAction):
+                parsers += action.choices.values()
+    queue = list(components)
+    while queue:
+        cls = queue.pop()
+        queue += cls.__subclasses__()
+        known.add(cls.__name__)
+        known |= set(inspect.signature(cls).parameters)
+    return {name for name in known if len(name) > 2}
+
+
+def did_you_mean(message: str, known: set[str]) -> list[str]:
+    """Known names close to an unknown word of `message`, best first; empty if nothing is close.
+
+    A dotted option is also compared by its last part, so that `recipe.kv_cash` finds `recipe.kv_cache`.
+    """
+    found: list[str] = []
+    for word in ("".join(groups) for groups in _QUOTED.findall(message)):
+        if word in known or len(word) < 4:
+            continue
+        found += difflib.get_close_matches(word, known, n=2, cutoff=0.8)
+    return list(dict.fromkeys(found))[:4]

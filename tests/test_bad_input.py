@@ -1,0 +1,65 @@
+"""Bad input ends with exit code 2 and one message that names what is wrong, before anything long has started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trace_lightning.cli import main
+
+FP4 = str(Path(__file__).parent.parent / "configs" / "grpo_fp4.yaml")
+CASES = {
+    "unknown option": ("--recipe.kv_cash mxfp4", ["recipe.kv_cash", "recipe.kv_cache"]),
+    "unknown class": ("--model.loss GRPOO", ["GRPOO", "Did you mean: GRPO"]),
+    "unknown task": ("--data.task TwoDigitAdditon", ["TwoDigitAdditon", "TwoDigitAddition"]),
+    "unknown argument of a class": ("--model.loss GRPO --model.loss.epsilom 3", ["epsilom", "Did you mean: epsilon"]),
+    "unknown format": ("--recipe.weights int4", ["recipe.weights", "nvfp4", "int4"]),
+    "missing model": ("--model.path nowhere/at/all", ["nowhere/at/all", "builtin:tiny-qwen3"]),
+    "unknown builtin": ("--model.path builtin:tiny-qwen", ["builtin:tiny-qwen3"]),
+    "guidance without QAT": ("--recipe.trainer bf16", ["recipe.trainer=bf16", "recipe.trainer=qat"]),
+    "guided site not quantised": ("--recipe.guidance.sites [k] --recipe.kv_cache none", ["'k'", "recipe.kv_cache"]),
+    "guided layers": ("--recipe.guidance.layers half", ["guidance.layers='half'", "last_half"]),
+    "one generation": ("--rollout.num_generations 1", ["rollout.num_generations"]),
+    "truncated sampling": ("--rollout.sampling.top_p 0.9", ["top_p=0.9", "record_support"]),
+    "context": ("--rollout.sampling.max_new_tokens 4000", ["max_new_tokens=4000", "128 tokens"]),
+    "exclude": ("--recipe.exclude [q_porj]", ["q_porj", "match no linear"]),
+    "split group": ("--recipe.exclude [q_proj]", ["fused group", "exclude all of its linears or none"]),
+    "precision": ("--trainer.precision 16-mixed", ["16-mixed", "bf16-mixed"]),
+    "batch larger than the data": ("--data.batch_size 100000", ["training prompts", "100000"]),
+    "nothing guided": (
+        "--recipe.activations none --recipe.kv_cache fp8",
+        ["nothing can be guided", "guidance.mode=none"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), CASES.values(), ids=CASES.keys())
+def test_bad_input(arguments, wanted, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRACE_LIGHTNING_DEBUG", raising=False)
+    common = ["fit", "--config", FP4, "--runs_dir", str(tmp_path), "--trainer.num_sanity_val_steps", "0"]
+    monkeypatch.setattr(sys, "argv", ["trace-fit", *common, *arguments.split()])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    for text in wanted:
+        assert text in message
+    assert "Traceback" not in message
+
+
+def test_a_missing_verb_lists_the_verbs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trace-fit"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "fit" in capsys.readouterr().err
+
+
+def test_the_prepare_verb_knows_its_models(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trace-fit", "prepare", "llama"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "smollm2" in capsys.readouterr().err
