@@ -24,9 +24,8 @@ CASES = {
     "one generation": ("--rollout.num_generations 1", ["rollout.num_generations"]),
     "truncated sampling": ("--rollout.sampling.top_p 0.9", ["top_p=0.9", "record_support"]),
     "context": ("--rollout.sampling.max_new_tokens 4000", ["max_new_tokens=4000", "128 tokens"]),
-    "exclude": ("--recipe.exclude [q_porj]", ["q_porj", "match no linear"]),
+    "exclude": ("--recipe.exclude [q_porj]", ["q_porj", "match no module"]),
     "split group": ("--recipe.exclude [q_proj]", ["fused group", "exclude all of its linears or none"]),
-    "precision": ("--trainer.precision 16-mixed", ["16-mixed", "bf16-mixed"]),
     "batch larger than the data": ("--data.batch_size 100000", ["training prompts", "100000"]),
     "nothing guided": (
         "--recipe.activations none --recipe.kv_cache fp8",

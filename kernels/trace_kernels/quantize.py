@@ -20,6 +20,7 @@ What was left out: stochastic rounding and random rotations, which make the two 
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,6 +41,19 @@ class Quantized:
     scale: Tensor | None
     outer: Tensor | None
     width: int
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """`x / divisor`, rounded correctly on every device.
+
+    With a Python number as divisor CUDA multiplies by its reciprocal, which is one ulp off for one value in a thousand.
+    """
+    return x / _constant(divisor, x.device)
 
 
 def blocks(x: Tensor, block_size: int) -> Tensor:
@@ -155,7 +169,7 @@ class NVFP4(_E2M1Format):
     bits_per_element = 4.5
 
     def outer_from_amax(self, amax: Tensor) -> Tensor:
-        return (amax / ((256.0 if self.four_over_six else F4.E4M3_MAX) * F4.E2M1_MAX)).clamp_min(OUTER_MIN)
+        return divide(amax, (256.0 if self.four_over_six else F4.E4M3_MAX) * F4.E2M1_MAX).clamp_min(OUTER_MIN)
 
     def decode_scale(self, scale: Tensor) -> Tensor:
         return F4.e4m3_decode(scale)
@@ -163,10 +177,10 @@ class NVFP4(_E2M1Format):
     def scale_bytes(self, x_blocks: Tensor, outer: Tensor | None) -> Tensor:
         assert outer is not None
         amax = x_blocks.abs().amax(-1)
-        six = F4.e4m3_encode_scale((amax / 6.0) / outer)
+        six = F4.e4m3_encode_scale(divide(amax, 6.0) / outer)
         if not self.four_over_six:
             return six
-        four = F4.e4m3_encode_scale((amax / 4.0) / outer)
+        four = F4.e4m3_encode_scale(divide(amax, 4.0) / outer)
         better = self._squared_error(x_blocks, four, outer) < self._squared_error(x_blocks, six, outer)
         return torch.where(better, four, six)
 
@@ -182,7 +196,7 @@ class NVFP4(_E2M1Format):
     def adjacent_scale_bytes(self, x_blocks: Tensor, outer: Tensor | None) -> tuple[Tensor, Tensor]:
         assert outer is not None
         assert not self.four_over_six
-        return F4.e4m3_adjacent((x_blocks.abs().amax(-1) / 6.0) / outer)
+        return F4.e4m3_adjacent(divide(x_blocks.abs().amax(-1), 6.0) / outer)
 
 
 @dataclass(frozen=True)
@@ -222,7 +236,7 @@ class FP8(BlockFormat):
     bits_per_element = 8.0
 
     def outer_from_amax(self, amax: Tensor) -> Tensor:
-        return (amax / F4.E4M3_MAX).clamp_min(OUTER_MIN)
+        return divide(amax, F4.E4M3_MAX).clamp_min(OUTER_MIN)
 
     def quantize(self, x: Tensor, outer: Tensor | None = None) -> Quantized:
         outer = self.outer_from_amax(x.abs().amax(-1, keepdim=True).float()) if outer is None else outer

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -61,6 +62,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trace_lightning import rl, tasks  # noqa: F401  short names
 from trace_lightning.callbacks import (
@@ -236,8 +238,10 @@ def main() -> None:
             raise
         print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
         sys.exit(2)
+    except SIGTERMException:  # a SystemExit without a code: a cluster would take the job for finished
+        sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:  # inside `fit`, Lightning has handled it: files are written and the exit code is 1
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)
 
 
 class _CurrentStderr(logging.StreamHandler[Any]):

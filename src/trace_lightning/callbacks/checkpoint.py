@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from trace_lightning.callbacks.folder import run_folder, stopped_by_user
 from trace_lightning.callbacks.rollout import Rollout

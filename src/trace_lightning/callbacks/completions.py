@@ -27,8 +27,8 @@ class CompletionsLogger(Callback):
     """Appends completions to `completions.jsonl` and prints a few.
 
     A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`),
-    `prompt` (text or chat messages), `completion`, `reward` and `rewards` by name (null: not scored), `finish_reason`, `policy_version`,
-    `num_tokens` and `mean_logprob` under the rollout.
+    `prompt` (text or chat messages), `completion`, `reward` and `rewards` by name (null: not scored), `finish_reason`,
+    `policy_version`, `num_tokens` and `mean_logprob` under the rollout.
 
     Args:
         every_n_steps: training rollouts from one logged to the next; the first and the last are always logged, and
