@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +51,7 @@ def uids(batches) -> list[list[int]]:
 def test_every_epoch_shows_every_prompt_once_in_another_order():
     loader = PromptLoader(prompts(12), 4, shuffle=True)
     first, second = uids(loader), uids(loader)
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(12))
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(12))
     assert first != second
 
 
@@ -77,7 +78,7 @@ def test_resume_in_mid_epoch_continues_where_the_unbroken_run_would():
 def test_ranks_share_a_global_batch():
     ranks = [uids(PromptLoader(prompts(16), 2, shuffle=True, rank=r, world_size=2)) for r in (0, 1)]
     assert len(ranks[0]) == len(ranks[1]) == 4
-    assert sorted(sum(ranks[0] + ranks[1], [])) == list(range(16))
+    assert sorted(chain(*ranks[0], *ranks[1])) == list(range(16))
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("drop", [5]), ("truncate_left", [5, 20])], ids=["drop", "truncate_left"])

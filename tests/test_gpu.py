@@ -1,4 +1,4 @@
-"""The GPU beside the CPU: equal bytes from the quantisers, equal log-probs in FP32, agreement under guidance in BF16."""
+"""The GPU beside the CPU: equal bytes from the quantisers, equal log-probs in FP32, agreement under guidance."""
 
 from __future__ import annotations
 

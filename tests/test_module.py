@@ -1,4 +1,4 @@
-"""One rollout to optimizer steps: splitting changes nothing, what is not scored is not learned, checkpoints are plain."""
+"""One rollout to optimizer steps: splitting changes nothing, the unscored is not learned, checkpoints are plain."""
 
 from __future__ import annotations
 
@@ -254,5 +254,5 @@ def test_sixteen_mixed_is_refused():
 
 @pytest.mark.parametrize("flag", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}], ids=str)
 def test_trainer_flags_that_manual_optimisation_cannot_honour_name_ours(flag):
-    with pytest.raises(ValueError, match="max_grad_norm|max_tokens_per_microbatch"):
+    with pytest.raises(ValueError, match=r"max_grad_norm|max_tokens_per_microbatch"):
         fit(make(), **flag)

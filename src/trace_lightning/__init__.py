@@ -1,7 +1,5 @@
 """trace-lightning: RL post-training with FP4 rollouts (TRACE) on PyTorch Lightning."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from trace_lightning.types import (
     Completion,
     GuidanceConfig,
@@ -11,11 +9,7 @@ from trace_lightning.types import (
     RolloutBatch,
     SamplingParams,
 )
-
-try:
-    __version__ = version("trace-lightning")
-except PackageNotFoundError:  # run from a source tree
-    __version__ = "0.0.0"
+from trace_lightning.version import __version__
 
 __all__ = [
     "Completion",

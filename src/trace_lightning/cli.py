@@ -7,8 +7,7 @@
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
 below before the parser is built is what makes their short names (`GRPO`, `TIS`, `LocalEngine`, ...) resolve.
 
-What a run shows and leaves behind are callbacks, added here unless the user configured one of the same kind. Messages
-of other libraries that no user of ours can act on are silenced one by one; a new one shows until it is listed.
+What a run shows and leaves behind are callbacks, added here unless the user configured one of the same kind.
 """
 
 from __future__ import annotations
@@ -18,43 +17,9 @@ import logging
 import os
 import signal
 import sys
-import warnings
 from typing import Any, NoReturn
 
-_SILENCED_LOGS = {
-    # torchao: kernels of other builds of Python and CUDA than this one; we use its tensor classes only.
-    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
-    # torch, on how torchao declares its enums.
-    "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),
-    # Lightning: advertisements, and the count of TPUs where there are none.
-    "lightning.pytorch.utilities.rank_zero": ("Tip: For seamless cloud", "TPU available: False"),
-}
-_SILENCED_WARNINGS = (
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.13
-    r"Found \d+ module\(s\) in eval mode at the start of training",  # as transformers loads them; the rollout needs it
-    r"Checkpoint directory .* exists and is not empty",  # a resumed run in the folder of the first
-)
-
-
-class _Silence(logging.Filter):
-    """Drops records that contain one of the given texts."""
-
-    def __init__(self, texts: tuple[str, ...]) -> None:
-        super().__init__()
-        self.texts = texts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return not any(text in message for text in self.texts)
-
-
-def quiet_imports() -> None:
-    """Install the filters of `_SILENCED_LOGS`, once."""
-    for name, texts in _SILENCED_LOGS.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(present, _Silence) for present in logger.filters):
-            logger.addFilter(_Silence(texts))
-
+from trace_lightning.quiet import quiet_imports, quiet_runtime
 
 quiet_imports()
 
@@ -214,15 +179,6 @@ def default_loggers(runs_dir: str, run_name: str) -> list[Any]:
     csv = RunCSVLogger(runs_dir, run_name)
     settings: dict[str, Any] = {"version": csv.version, "sub_dir": "tensorboard", "default_hp_metric": False}
     return [csv, RunTensorBoardLogger(runs_dir, name=run_name, **settings)]
-
-
-def quiet_runtime() -> None:
-    """Silence the warnings of `_SILENCED_WARNINGS`, and the bars with which transformers reads and writes weights."""
-    from transformers.utils import logging as transformers_logging
-
-    for message in _SILENCED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
-    transformers_logging.disable_progress_bar()
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ class PromptDataModule(pl.LightningDataModule):
         Raises:
             ValueError: no problems, fewer than one batch, or an overlong prompt under `error`.
         """
-        module = self.trainer.lightning_module  # type: ignore[union-attr]
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
         limit = self.max_prompt_length or self._context_left()
         problems = list(self.task.heldout_problems())[: self.heldout_size]
         self.heldout_prompts = self._tokenise(problems, module.tokenizer, limit, "held-out")
@@ -127,8 +127,9 @@ class PromptDataModule(pl.LightningDataModule):
 
     def _context_left(self) -> int | None:
         """What the model's context leaves for a prompt beside the longest completion."""
-        context = self.trainer.lightning_module.context_length  # type: ignore[union-attr]
-        samplings = [c.sampling for c in self.trainer.callbacks if hasattr(c, "sampling")]  # type: ignore[union-attr]
+        trainer: Any = self.trainer
+        context: int | None = trainer.lightning_module.context_length
+        samplings = [callback.sampling for callback in trainer.callbacks if hasattr(callback, "sampling")]
         if context is None or not samplings:
             return context
         left: int = context - samplings[0].max_new_tokens
@@ -149,8 +150,8 @@ class PromptDataModule(pl.LightningDataModule):
                 touched += 1
                 if self.overlong_prompts == "error":
                     raise ValueError(
-                        f"{split} prompt {uid} has {len(ids)} tokens, the limit is {limit}. Set data.overlong_prompts to "
-                        "drop or truncate_left, or lower rollout.sampling.max_new_tokens."
+                        f"{split} prompt {uid} has {len(ids)} tokens, the limit is {limit}. Set data.overlong_prompts "
+                        "to drop or truncate_left, or lower rollout.sampling.max_new_tokens."
                     )
                 if self.overlong_prompts == "drop":
                     continue

@@ -28,8 +28,8 @@ def to_plain(value: Any) -> Any:
         arguments = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}
     raise ValueError(
-        f"{type(value).__name__} cannot be stored in a checkpoint: make it a frozen dataclass, so that its arguments can "
-        "be written down and read back"
+        f"{type(value).__name__} cannot be stored in a checkpoint: make it a frozen dataclass, so that its arguments "
+        "can be written down and read back"
     )
 
 

@@ -97,7 +97,7 @@ class PolicyModule(pl.LightningModule):
         self.advantages: AdvantageEstimator = from_plain(advantages) or GroupAdvantage()
         self.corrections: list[Correction] = from_plain(corrections or [])
         self.learning_rate, self.warmup_steps, self.weight_decay = learning_rate, warmup_steps, weight_decay
-        self.betas, self.max_grad_norm = tuple(betas), max_grad_norm
+        self.betas, self.max_grad_norm = (betas[0], betas[1]), max_grad_norm
         self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
@@ -119,7 +119,7 @@ class PolicyModule(pl.LightningModule):
                 gradient_checkpointing=self.gradient_checkpointing,
             )
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, stepped once per optimizer step."""
         assert self.policy is not None
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
@@ -185,7 +185,9 @@ class PolicyModule(pl.LightningModule):
     @torch.no_grad()
     def _old_logprobs(self, batch: RolloutBatch) -> Tensor:
         """The trainer's log-probs before the first update, [B, T] on the device."""
-        assert batch.token_ids_BT is not None and batch.sampling is not None and self.policy is not None
+        assert batch.token_ids_BT is not None
+        assert batch.sampling is not None
+        assert self.policy is not None
         old = torch.zeros(batch.token_ids_BT.shape, device=self.device)
         for indices in self._plan(batch, list(range(len(batch.completions)))):
             micro = take(batch, indices, self.device)
@@ -195,11 +197,14 @@ class PolicyModule(pl.LightningModule):
         return old
 
     def _optimizer_step(self, batch: RolloutBatch, indices: list[int], old: Tensor | None) -> None:
-        assert self.policy is not None and batch.completion_mask_BT is not None and batch.sampling is not None
+        assert self.policy is not None
+        assert batch.completion_mask_BT is not None
+        assert batch.sampling is not None
         optimizer: Optimizer = self.optimizers()  # type: ignore[assignment]
         optimizer.zero_grad()
         counts = self._global_counts(batch.completion_mask_BT[indices], batch.sampling.max_new_tokens)
-        with self.policy.trace_qat.cache_weights():  # type: ignore[union-attr]
+        qat: Any = self.policy.trace_qat
+        with qat.cache_weights():
             for part in self._plan(batch, indices):
                 micro = take(batch, part, self.device)
                 micro_old = None if old is None or not part else old[part, : micro.mask_BT.shape[1]]
@@ -219,8 +224,8 @@ class PolicyModule(pl.LightningModule):
         self._bad_steps = 0 if torch.isfinite(norm) else self._bad_steps + 1
         if self._bad_steps >= _MAX_BAD_STEPS:
             raise ValueError(
-                f"the gradient was not finite in {_MAX_BAD_STEPS} optimizer steps in a row; the weights were not touched. "
-                "Lower model.learning_rate, or look at the divergence metrics of the last steps."
+                f"the gradient was not finite in {_MAX_BAD_STEPS} optimizer steps in a row; the weights were not "
+                "touched. Lower model.learning_rate, or look at the divergence metrics of the last steps."
             )
 
     def _micro_loss(self, micro: MicroBatch, old: Tensor | None, temperature: float, counts: GlobalCounts) -> Tensor:

@@ -4,8 +4,8 @@
     on_validation_batch_start (test, predict)                    the same, with evaluation sampling
 
 One decision is meant to be overridden: `should_sync`. It is asked with the number of optimizer steps, never with the
-batch index, so gradient accumulation cannot make a rollout stale unnoticed. Generating inside a dataset would: Lightning
-prefetches one batch.
+batch index, so gradient accumulation cannot make a rollout stale unnoticed. Generating inside a dataset would:
+Lightning prefetches one batch.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class Rollout(Callback):
     ) -> None:
         begin = time.perf_counter()
         self._ensure_engine(trainer, module)
-        assert module.policy is not None and self.scorer is not None
+        assert module.policy is not None
+        assert self.scorer is not None
         if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
             self._enter("sync")
             self.engine.load_weights(module.policy.named_parameters(), version=trainer.global_step)

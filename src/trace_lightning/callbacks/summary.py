@@ -23,10 +23,10 @@ import transformers
 from lightning.pytorch.callbacks import Callback
 from rich.table import Table
 
-import trace_lightning
 from trace_lightning.callbacks.curves import draw_curves
 from trace_lightning.callbacks.folder import run_folder, shared_console, stopped_by_user, write_text
 from trace_lightning.callbacks.history import HELDOUT, METRICS, RunHistory, json_safe, pick
+from trace_lightning.version import __version__
 
 _ROWS = {
     "divergence": {"mean_abs_dlogp": "|Δ log p| of trainer and rollout, mean", "max_abs_dlogp": "maximum", "k3": "k3"},
@@ -197,7 +197,7 @@ def _identity(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
 def _versions(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
     return {
-        "trace_lightning": trace_lightning.__version__,
+        "trace_lightning": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "lightning": lightning.__version__,

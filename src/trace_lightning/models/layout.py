@@ -5,10 +5,10 @@ one input site and one outer weight scale:
 
     attn_in  q_proj k_proj v_proj      o_in  o_proj      mlp_in  gate_proj up_proj      down_in  down_proj
 
-What was left out: embeddings, `lm_head` and routers are never quantised unless... they are not: they sit outside the
-roles below. Linears inside a decoder layer whose role is unknown, and weights that are not `nn.Linear` at all (stacked
-experts, GPT-2's Conv1D), stay in high precision and are *reported*, so that a model of which 9 % is quantised cannot
-pass for an FP4 model.
+Embeddings and `lm_head` sit outside the decoder layers and routers have no role, so none of them is ever quantised.
+Linears inside a decoder layer whose role is unknown, and weights that are not `nn.Linear` at all (stacked experts,
+GPT-2's Conv1D), stay in high precision and are *reported*, so that a model of which 9 % is quantised cannot pass for an
+FP4 model.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
     # What is never quantised may be named all the same; `lm_head` often is.
     unmatched -= {pattern for pattern in unmatched for name, _ in model.named_modules() if re.search(pattern, name)}
     if unmatched:
+        example = next((name for name, module in layers[0].named_modules() if isinstance(module, nn.Linear)), "")
         raise ValueError(
             f"recipe.exclude patterns {sorted(unmatched)} match no module of {type(model).__name__}; "
-            f"names look like {prefix}.0.{next((n for n, m in layers[0].named_modules() if isinstance(m, nn.Linear)), '')}"
+            f"names look like {prefix}.0.{example}"
         )
     groups = tuple(
         LinearGroup(index, site, tuple(n for n, _ in members), tuple(m for _, m in members))

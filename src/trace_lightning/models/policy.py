@@ -7,6 +7,7 @@ never exist.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import Rounding
 from trace_lightning.types import QuantRecipe
+
+log = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -37,7 +40,9 @@ def load_policy(
     """
     model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=dtype)
     applied = recipe if recipe.trainer == "qat" else QuantRecipe()
-    install_qat(model, applied, attention=attention)
+    qat = install_qat(model, applied, attention=attention)
+    if qat.groups:
+        log.info("%s: %s", type(model).__name__, qat.layout.report())
     _switch_off_dropout(model)
     if gradient_checkpointing:
         set_gradient_checkpointing(model, True)
@@ -51,7 +56,7 @@ def _switch_off_dropout(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:

@@ -1,0 +1,1 @@
+"""Quantised tensors, the trainer's quantised forward, and guidance."""

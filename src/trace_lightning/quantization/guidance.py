@@ -186,8 +186,11 @@ class GuidanceRows:
         rows = flat[guided]
         entries = record.audit_of_row[rows]
         audited = (entries >= 0).nonzero().squeeze(-1)
-        parts = (guided, rows, (flat < 0).nonzero().squeeze(-1), audited, entries[audited])
-        return cls(record, *(part.to(device) for part in parts))
+        unguided = (flat < 0).nonzero().squeeze(-1)
+        guided, rows, unguided, audited, entries = (
+            part.to(device) for part in (guided, rows, unguided, audited, entries[audited])
+        )
+        return cls(record, guided, rows, unguided, audited, entries)
 
     def table(self, layer: int, site: str) -> SiteTable | None:
         return self.record.tables.get((layer, site))

@@ -138,7 +138,8 @@ def _attention(base: str) -> Any:
         rounding = kwargs.pop("trace_ctx", None) or NEAREST
         if hasattr(rounding, "attend"):  # the engine's context owns a paged cache
             return rounding.attend(module, query, key, value, kwargs), None
-        query, key, value = module.trace_kv(query, key, value, rounding)
+        kv: Any = module.trace_kv
+        query, key, value = kv(query, key, value, rounding)
         return _implementation(base, module)(module, query, key, value, attention_mask, **kwargs)
 
     return attend
@@ -228,7 +229,7 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
 
 
 def _install_kv(model: PreTrainedModel, layout: Layout, recipe: QuantRecipe, attention: str) -> list[QATKV]:
-    kvs = []
+    kvs: list[QATKV] = []
     wanted = recipe.quantized_layers(len(layout.layers))
     fmt, rotated = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six), recipe.kv_rotation == "hadamard"
     for index, layer in enumerate(layout.layers):
@@ -239,7 +240,7 @@ def _install_kv(model: PreTrainedModel, layout: Layout, recipe: QuantRecipe, att
         if rotated and head_dim % 16:
             raise ValueError(f"recipe.kv_rotation=hadamard needs a head dim divisible by 16, this model has {head_dim}")
         norm = getattr(layer, "input_layernorm", None)
-        module.trace_kv = QATKV(index, fmt if index in wanted else None, module, norm, rotated)
-        kvs.append(module.trace_kv)
+        kvs.append(QATKV(index, fmt if index in wanted else None, module, norm, rotated))
+        module.trace_kv = kvs[-1]  # type: ignore[assignment]
     model.set_attn_implementation(register_attention(attention))
     return kvs

@@ -1,0 +1,1 @@
+"""The rollout engine, and the scoring of what it drew."""

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +121,7 @@ class FusedDecoder(Decoder):
     def __init__(self, model: PreTrainedModel, recipe: QuantRecipe, dtype: torch.dtype) -> None:
         self.model, self.recipe, self.dtype = model, recipe, dtype
         config, body = model.config, model.get_decoder()
-        layers = list(body.layers)
+        layers: list[Any] = list(body.layers)  # type: ignore[arg-type]
         attention = layers[0].self_attn
         self.eps, self.head_dim, self.scaling = config.rms_norm_eps, attention.head_dim, attention.scaling
         self.num_kv_heads = config.num_key_value_heads
@@ -135,7 +136,7 @@ class FusedDecoder(Decoder):
         self._small: dict[str, Tensor] = {}
         self.final_norm = self._copy_of(body.norm, "weight")
         self.embedding = self._copy_of(body.embed_tokens, "weight")
-        head = model.get_output_embeddings()
+        head: Any = model.get_output_embeddings()
         self._head_name = "" if head.weight is body.embed_tokens.weight else f"{self.names[id(head)]}.weight"
         same = not self._head_name and self.embedding.dtype == dtype
         self.head = self.embedding if same else torch.zeros_like(head.weight, dtype=dtype, requires_grad=False)
@@ -157,18 +158,15 @@ class FusedDecoder(Decoder):
         fmt = self.recipe.weights if inside.pop() else "none"
         return SnapshotLinear(named, fmt, self.recipe.four_over_six, self.dtype)
 
-    def _layer(self, layer: nn.Module, quantized: set[str]) -> _Layer:
+    def _layer(self, layer: Any, quantized: set[str]) -> _Layer:
         attn, mlp = layer.self_attn, layer.mlp
         norms: dict[str, Tensor] = {}
 
-        def norm(module: nn.Module | None) -> Tensor | None:
-            if module is None:
-                return None
-            norms[f"{self.names[id(module)]}.weight"] = torch.zeros_like(module.weight, requires_grad=False)
-            return norms[f"{self.names[id(module)]}.weight"]
+        def norm(module: Any) -> Tensor:
+            return norms.setdefault(
+                f"{self.names[id(module)]}.weight", torch.zeros_like(module.weight, requires_grad=False)
+            )
 
-        input_norm, post_norm = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
-        assert input_norm is not None and post_norm is not None
         activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
         first_of_site = {"attn_in": attn.q_proj, "o_in": attn.o_proj, "mlp_in": mlp.gate_proj, "down_in": mlp.down_proj}
         sites = [site for site, linear in first_of_site.items() if self.names[id(linear)] in quantized]
@@ -180,10 +178,10 @@ class FusedDecoder(Decoder):
             gate_up=self._linear([mlp.gate_proj, mlp.up_proj], quantized),
             down=self._linear([mlp.down_proj], quantized),
             norms=norms,
-            input_norm=input_norm,
-            post_norm=post_norm,
-            q_norm=norm(getattr(attn, "q_norm", None)),
-            k_norm=norm(getattr(attn, "k_norm", None)),
+            input_norm=norm(layer.input_layernorm),
+            post_norm=norm(layer.post_attention_layernorm),
+            q_norm=norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
+            k_norm=norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
             window=getattr(attn, "sliding_window", config_window),
             activations={} if activations is None else dict.fromkeys(sites, activations),
             kv_names={
@@ -207,7 +205,7 @@ class FusedDecoder(Decoder):
                 linear.load(tensors, quantize=quantize)
             kv = KVWeights(**{field: tensors.get(name) for field, name in layer.kv_names.items()})  # type: ignore[arg-type]
             rotated, device = self.recipe.kv_rotation == "hadamard", self.head.device
-            outer = (None, None)
+            outer: tuple[Tensor | None, Tensor | None] = (None, None)
             if fmt is not None:
                 outer = kv_outer_scales(kv, self.num_kv_heads, fmt, rotated=rotated, device=device)
             self._outer.append(outer)

@@ -7,7 +7,8 @@ One decode step: pages -> slots, decoder forward, FP32 logits, counter-based sam
 to the host for the stop checks. Everything numerical is the trainer's own code: the quantisers, the K/V scales, the
 log-softmax at the sampling temperature.
 
-What was left out here: Triton kernels and CUDA graphs. Every op is plain torch, on CPU and GPU alike (`reference` path).
+What was left out here: Triton kernels and CUDA graphs. Every op is plain torch, on CPU and GPU alike (the `reference`
+path).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class LocalEngine(RolloutEngine):
         known = policy.config.model_type in FUSED_FAMILIES
         if self.decoder_kind == "fused" and not known:
             raise ValueError(
-                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}; use auto or hf"
+                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}: use auto"
             )
         fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
         if not fused:
@@ -121,8 +122,9 @@ class LocalEngine(RolloutEngine):
         keys = {(layer, site) for layer, site in sites if layer in layers and site in self.recipe.guided_sites}
         if self.recipe.guided_sites and not keys:
             raise ValueError(
-                f"guidance covers {', '.join(self.recipe.guided_sites)} of layers {layers}, but {type(policy).__name__} "
-                "quantises nothing there. Widen guidance.layers or guidance.sites, or set guidance.mode=none."
+                f"guidance covers {', '.join(self.recipe.guided_sites)} of layers {layers}, but "
+                f"{type(policy).__name__} quantises nothing there. Widen guidance.layers or guidance.sites, or set "
+                "guidance.mode=none."
             )
         return keys
 
@@ -227,5 +229,5 @@ class LocalEngine(RolloutEngine):
         scheduler = Scheduler(groups, pool, max_num_seqs=self.max_num_seqs, max_new_tokens=params.max_new_tokens)
         generation = run.run(scheduler, self.prefill_tokens, progress)
         for completion in generation.completions:
-            completion.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            completion.text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         return generation

@@ -43,10 +43,10 @@ class _EngineRounding(NearestRounding):
         ignored = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
         if ignored:
             raise ValueError(
-                f"{type(module).__name__} caps its scores or has sinks ({', '.join(ignored)}); attention over the paged "
-                "cache has neither, so this architecture cannot be rolled out"
+                f"{type(module).__name__} caps its scores or has sinks ({', '.join(ignored)}); attention over the "
+                "paged cache has neither, so this architecture cannot be rolled out"
             )
-        layer = module.layer_idx
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
         self.calls += 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.decoder.kv_formats[layer] is not None and self.decoder.rotated:
@@ -71,7 +71,7 @@ class HFDecoder(Decoder):
         self.weight_format = get_format(recipe.weights, four_over_six=recipe.four_over_six)
         for group in qat.groups:
             group.weights = None  # the copy holds values that are quantised already
-        prefix, layers = find_decoder_layers(self.model)
+        _, layers = find_decoder_layers(self.model)
         self.attentions = [attention_module(layer) for layer in layers]
         self.norms = [getattr(layer, "input_layernorm", None) for layer in layers]
         config = self.model.config

@@ -81,8 +81,10 @@ def pad_plan(plan: list[list[int]], count: int) -> list[list[int]]:
 
 def take(batch: RolloutBatch, indices: list[int], device: torch.device) -> MicroBatch:
     """The micro-batch of `indices`, trimmed to its longest sequence; an empty one is a single masked-out token pair."""
-    assert batch.token_ids_BT is not None and batch.completion_mask_BT is not None
-    assert batch.rollout_logprobs_BT is not None and batch.advantages_B is not None
+    assert batch.token_ids_BT is not None
+    assert batch.completion_mask_BT is not None
+    assert batch.rollout_logprobs_BT is not None
+    assert batch.advantages_B is not None
     rows = torch.tensor(indices or [0])
     sequences = list(batch.sequences())
     length = max((len(sequences[i][0].token_ids) + len(sequences[i][1].token_ids) for i in indices), default=2)

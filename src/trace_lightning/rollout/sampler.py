@@ -65,7 +65,9 @@ def sample(logits_NV: Tensor, params: SamplingParams, uid_N: Tensor, sample_N: T
     Args:
         logits_NV: FP32 [N, V], before the temperature.
         params: temperature and truncation.
-        uid_N, sample_N, position_N: int64 counters: prompt uid, sample number, position of the drawn token.
+        uid_N: int64 counter, the prompt's uid.
+        sample_N: int64 counter, the number of the sample.
+        position_N: int64 counter, the position of the drawn token.
     """
     if params.temperature == 0:
         logprobs_NV = logits_NV.log_softmax(-1)

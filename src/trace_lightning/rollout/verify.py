@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import final_hidden
+from trace_lightning.quantization.qat import QATState
 from trace_lightning.quantization.rounding import NEAREST
 from trace_lightning.rollout.batch import prefill_batch
 from trace_lightning.rollout.decoder import Decoder
@@ -23,7 +25,7 @@ def check_decoder(decoder: Decoder, policy: PreTrainedModel, dtype: torch.dtype)
     Raises:
         ValueError: if they differ by more than arithmetic in `dtype` explains.
     """
-    embedding = policy.get_input_embeddings().weight
+    embedding: Tensor = policy.get_input_embeddings().weight  # type: ignore[assignment]
     ids = torch.arange(_NUM_TOKENS, device=embedding.device) * 7919 % embedding.shape[0]
     kv = PagedKV(
         [None] * len(decoder.kv_formats),
@@ -37,8 +39,9 @@ def check_decoder(decoder: Decoder, policy: PreTrainedModel, dtype: torch.dtype)
     batch = prefill_batch([ids.tolist()], [list(range(_NUM_TOKENS))], 1, embedding.device, NEAREST)
     with ExitStack() as stack:
         stack.enter_context(decoder.unquantized())
-        if hasattr(policy, "trace_qat"):
-            stack.enter_context(policy.trace_qat.unquantized())
+        qat = getattr(policy, "trace_qat", None)
+        if isinstance(qat, QATState):
+            stack.enter_context(qat.unquantized())
         ours = decoder.forward(batch, kv).float()
         stack.enter_context(torch.autocast(embedding.device.type, dtype, enabled=dtype != embedding.dtype))
         was_training = policy.training
@@ -48,7 +51,7 @@ def check_decoder(decoder: Decoder, policy: PreTrainedModel, dtype: torch.dtype)
     limit = 1e-3 if dtype == torch.float32 else 5e-2
     if not error <= limit:
         raise ValueError(
-            f"the engine's decoder disagrees with {type(policy).__name__}: relative error {error:.1e} of the last hidden "
-            f"state, limit {limit:.0e}. Use engine.decoder=hf; if that fails too, this architecture cannot be rolled out "
-            "over a paged cache."
+            f"the engine's decoder disagrees with {type(policy).__name__}: relative error {error:.1e} of the last "
+            f"hidden state, limit {limit:.0e}. Use engine.decoder=hf; if that fails too, this architecture cannot be "
+            "rolled out over a paged cache."
         )
