@@ -138,7 +138,8 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
     print(f"{'arm':38s} {'mean':>8s} {'max':>8s} {'k3':>9s} {'codes':>8s} {'B/token':>8s}")
     for name, formats in ROLLOUTS.items():
-        guidance = GuidanceConfig(mode="parity") if formats else GuidanceConfig()
+        mode = "parity" if formats else "none"
+        guidance = GuidanceConfig(mode=mode, audit_sequences=args.sequences)
         drawn, speed = roll_out(args, QuantRecipe(**formats, guidance=guidance), device)
         for label, (recipe, layers) in arms(name).items():
             batch = dataclasses.replace(drawn, guidance=restrict(drawn.guidance, layers))

@@ -14,7 +14,7 @@ from trace_lightning.rollout.scheduler import Group, Scheduler, Sequence
 
 
 def groups_of(*lengths: int, num_samples: int = 3) -> list[Group]:
-    return [Group(prompt, i, num_samples, audited=False) for i, prompt in enumerate(make_prompts(*lengths))]
+    return [Group(prompt, i, num_samples, audited_samples=0) for i, prompt in enumerate(make_prompts(*lengths))]
 
 
 class Simulation:

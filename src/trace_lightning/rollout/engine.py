@@ -225,7 +225,9 @@ class LocalEngine(RolloutEngine):
             recorder = GuidanceRecorder(self.recipe.guidance, self.guidance_keys, store)
         run = GenerationRun(self.decoder, self._kv, params, self._stop_ids(params), recorder, self._version)
         audited = self.recipe.guidance.audit_sequences if recorder else 0
-        groups = [Group(prompt, i, num_samples, audited=i < audited) for i, prompt in enumerate(prompts)]
+        # One sample of each prompt first, then a second of each, and so on.
+        shares = [len(range(i, audited, len(prompts))) for i in range(len(prompts))]
+        groups = [Group(prompt, i, num_samples, shares[i]) for i, prompt in enumerate(prompts)]
         scheduler = Scheduler(groups, pool, max_num_seqs=self.max_num_seqs, max_new_tokens=params.max_new_tokens)
         generation = run.run(scheduler, self.prefill_tokens, progress)
         for completion in generation.completions:

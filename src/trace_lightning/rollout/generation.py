@@ -72,7 +72,7 @@ class GenerationRun:
     def _prefill(self, groups: list[Group]) -> None:
         ids = [group.prompt.token_ids for group in groups]
         if self.recorder is not None:
-            audited = torch.tensor([group.audited for group in groups for _ in group.prompt.token_ids])
+            audited = torch.tensor([group.audited_samples > 0 for group in groups for _ in group.prompt.token_ids])
             rows = self.recorder.begin(audited).split([len(row) for row in ids])
             for group, part in zip(groups, rows, strict=True):
                 group.rows = part

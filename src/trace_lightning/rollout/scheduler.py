@@ -25,7 +25,7 @@ class Group:
     prompt: Prompt
     index: int
     num_samples: int
-    audited: bool
+    audited_samples: int  # full codes are recorded for so many of its samples, and for its prompt if any
     pages: list[int] = field(default_factory=list)
     started: int = 0
     first_logits: Tensor | None = None  # FP32 [V], after the prompt
@@ -52,7 +52,7 @@ class Sequence:
 
     @property
     def audited(self) -> bool:
-        return self.group.audited and self.sample == 0
+        return self.sample < self.group.audited_samples
 
     def all_rows(self) -> Tensor | None:
         if self.group.rows is None:
