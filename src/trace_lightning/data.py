@@ -9,6 +9,7 @@ over).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,11 @@ from trace_lightning.tasks.base import Task
 from trace_lightning.types import Problem, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
+
+
+def run_seed() -> int:
+    """What `seed_everything` was called with, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 class PromptLoader:
@@ -77,7 +83,7 @@ class PromptDataModule(pl.LightningDataModule):
         eval_batch_size: prompts per validation batch; None takes 8 training batches' worth.
         max_prompt_length: tokens; None allows what the model's context leaves beside the completion.
         overlong_prompts: what to do with longer ones: `error`, `drop` them, or `truncate_left`.
-        shuffle_seed: order of the training prompts.
+        shuffle_seed: order of the training prompts; None takes the run's seed (`seed_everything`).
 
     Raises:
         ValueError: if an argument is out of range.
@@ -91,7 +97,7 @@ class PromptDataModule(pl.LightningDataModule):
         eval_batch_size: int | None = None,
         max_prompt_length: int | None = None,
         overlong_prompts: Literal["error", "drop", "truncate_left"] = "error",
-        shuffle_seed: int = 0,
+        shuffle_seed: int | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -176,7 +182,7 @@ class PromptDataModule(pl.LightningDataModule):
             self.train_prompts,
             self.batch_size,
             shuffle=True,
-            seed=self.shuffle_seed,
+            seed=run_seed() if self.shuffle_seed is None else self.shuffle_seed,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )

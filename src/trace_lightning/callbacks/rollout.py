@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from trace_lightning.data import run_seed
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.base import Generation, RolloutEngine
@@ -44,7 +45,7 @@ class Rollout(Callback):
 
     Args:
         engine: draws the completions; default `LocalEngine()`.
-        sampling: how, in training.
+        sampling: how, in training; the run's seed (`seed_everything`) is mixed into its own.
         num_generations: completions per prompt (the group of GRPO).
         rewards: reward functions, as classes or as functions `(completion, problem) -> float | None`; default: the
             task's own.
@@ -122,7 +123,8 @@ class Rollout(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Fill the batch; `training_step` receives the same object."""
-        sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed * 1_000_003 + self._rollouts)
+        seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + self._rollouts
+        sampling = dataclasses.replace(self.sampling, seed=seed)
         self._fill(trainer, pl_module, batch, sampling, self.num_generations, record=True)
         self._rollouts += 1
         if self.mask_truncated_completions:
