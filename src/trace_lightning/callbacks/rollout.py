@@ -175,21 +175,10 @@ class Rollout(Callback):
     on_test_batch_start = on_validation_batch_start
     on_predict_batch_start = on_validation_batch_start
 
+    # Lightning evaluates under inference_mode; what the engine allocates there could not be renewed in training.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _fill(
-        self,
-        trainer: pl.Trainer,
-        module: PolicyModule,
-        batch: RolloutBatch,
-        sampling: SamplingParams,
-        num_generations: int,
-        *,
-        record: bool,
-    ) -> None:
-        # Lightning evaluates under inference_mode; what the engine allocates there could not be renewed in training.
-        with torch.inference_mode(False), torch.no_grad():
-            self._fill_batch(trainer, module, batch, sampling, num_generations, record=record)
-
-    def _fill_batch(
         self,
         trainer: pl.Trainer,
         module: PolicyModule,
