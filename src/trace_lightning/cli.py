@@ -46,6 +46,7 @@ from trace_lightning.suggestions import did_you_mean, vocabulary
 from trace_lightning.tasks import RewardFn, Task
 from trace_lightning.types import QuantRecipe
 
+DESCRIPTION = "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model."
 COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, RolloutEngine)
 
 
@@ -83,6 +84,7 @@ class TraceCLI(LightningCLI):
             trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}),
             auto_configure_optimizers=False,
             parser_class=TraceParser,
+            parser_kwargs={"prog": "trace-fit", "description": DESCRIPTION} | kwargs.pop("parser_kwargs", {}),
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             **kwargs,
