@@ -175,3 +175,12 @@ class TestCopy:
         assert_same(linear.weight.detach(), cls.from_hp(master.weight.detach()))  # type: ignore[arg-type]
         x = torch.randn(3, 96)
         assert_bit_equal(linear(x), F.linear(x, linear.weight.dequantize(), master.bias))
+
+
+def test_a_slice_refuses_to_be_written() -> None:
+    """Its outer scale is the whole tensor's: requantising the slice would change the meaning of all other rows."""
+    whole = NVFP4Tensor.from_hp(torch.randn(32, 64))
+    before = whole.dequantize()
+    with pytest.raises(ValueError, match="is a slice"):
+        whole[:8].copy_(torch.randn(8, 64) * 100)
+    assert torch.equal(whole.dequantize(), before)

@@ -106,7 +106,7 @@ def _codes_or_throughput(axis: Any, history: RunHistory) -> None:
     for color, values, label in zip(_COLORS[1::-1], pairs, ("before guidance", "after guidance"), strict=True):
         _line(axis, _steps(history), values, color, label)
     _log_down_to_zero(axis, [value for values in pairs for value in measured(values)])
-    axis.set(title="activation codes that differ", ylabel="share of audited codes")
+    axis.set(title="FP4 codes that differ", ylabel="share of audited codes")
 
 
 def _single(axis: Any, history: RunHistory, name: str, title: str, ylabel: str, color: str) -> None:

@@ -64,7 +64,7 @@ class RunHistory:
         * `heldout`: of the first and the last validation, and the optimizer steps behind the weights of each
         * `divergence`: |log p(trainer) - log p(rollout)| of sampled tokens, `mean` and `k3` as means over the steps,
           `max` as the maximum of the run
-        * `code_mismatch`: share of audited activation codes in which trainer and rollout differ, mean over the steps;
+        * `code_mismatch`: share of audited FP4 codes in which trainer and rollout differ, mean over the steps;
           `before` is the trainer's own rounding, `after` the guided one
         * `throughput`: completion tokens per second of generation, and its share of the time of all steps
         """

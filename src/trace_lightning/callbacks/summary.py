@@ -30,7 +30,7 @@ from trace_lightning.version import __version__
 
 _ROWS = {
     "divergence": {"mean_abs_dlogp": "|Δ log p| of trainer and rollout, mean", "max_abs_dlogp": "maximum", "k3": "k3"},
-    "code_mismatch": {"before": "activation codes that differ, before guidance", "after": "after guidance"},
+    "code_mismatch": {"before": "FP4 codes that differ, before guidance", "after": "after guidance"},
     "throughput": {"rollout_tokens_per_s": "rollout tokens per second", "rollout_share": "rollout's share of the time"},
 }
 

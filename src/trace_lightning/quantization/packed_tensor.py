@@ -27,7 +27,7 @@ class PackedFP4Tensor(TorchAOBaseTensor):
     """A 2-D weight held as packed codes and scales. Make one with `from_hp`."""
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
-    tensor_attribute_names: ClassVar[list[str]] = ["width", "orig_dtype", "four_over_six"]
+    tensor_attribute_names: ClassVar[list[str]] = ["width", "orig_dtype", "four_over_six", "sliced"]
     optional_tensor_data_names: ClassVar[list[str]] = ["outer_scale"]
 
     qdata: Tensor
@@ -36,6 +36,7 @@ class PackedFP4Tensor(TorchAOBaseTensor):
     width: int
     orig_dtype: torch.dtype
     four_over_six: bool
+    sliced: bool  # a part of another tensor, whose outer scale it shares
 
     def __new__(
         cls,
@@ -44,6 +45,7 @@ class PackedFP4Tensor(TorchAOBaseTensor):
         width: int,
         orig_dtype: torch.dtype,
         four_over_six: bool = False,
+        sliced: bool = False,
         outer_scale: Tensor | None = None,
     ) -> Self:
         shape = (*qdata.shape[:-1], width)
@@ -56,11 +58,12 @@ class PackedFP4Tensor(TorchAOBaseTensor):
         width: int,
         orig_dtype: torch.dtype,
         four_over_six: bool = False,
+        sliced: bool = False,
         outer_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.qdata, self.scale, self.outer_scale = qdata, scale, outer_scale
-        self.width, self.orig_dtype, self.four_over_six = width, orig_dtype, four_over_six
+        self.width, self.orig_dtype, self.four_over_six, self.sliced = width, orig_dtype, four_over_six, sliced
 
     @classmethod
     def block_format(cls, four_over_six: bool) -> BlockFormat:
@@ -87,7 +90,7 @@ class PackedFP4Tensor(TorchAOBaseTensor):
             raise ValueError(f"expected a 2-D floating point weight, got {weight.dtype} {tuple(weight.shape)}")
         q = cls._quantize(cls.block_format(four_over_six), weight.detach(), outer_scale)
         assert q.scale is not None
-        return cls(pack_codes(q.codes), q.scale, q.width, weight.dtype, four_over_six, q.outer)
+        return cls(pack_codes(q.codes), q.scale, q.width, weight.dtype, four_over_six, False, q.outer)
 
     @staticmethod
     def _quantize(fmt: BlockFormat, weight: Tensor, outer: Tensor | None) -> Quantized:
@@ -126,47 +129,57 @@ class PackedFP4Tensor(TorchAOBaseTensor):
         if missing:
             raise ValueError(f"{cls.__name__} needs {needed}, but {missing} is missing: the checkpoint is incomplete")
         outer = tensors.get("outer_scale")
-        return cls(tensors["qdata"], tensors["scale"], width, dtype, four_over_six, outer)
+        return cls(tensors["qdata"], tensors["scale"], width, dtype, four_over_six, False, outer)
+
+
+def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+
+
+def _to(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
+    self, device, dtype = args[0], kwargs.get("device"), kwargs.get("dtype") or args[0].orig_dtype
+    outer = None if self.outer_scale is None else self.outer_scale.to(device)
+    moved = (self.qdata.to(device), self.scale.to(device))
+    return type(self)(*moved, self.width, dtype, self.four_over_six, self.sliced, outer)  # type: ignore[no-any-return]
+
+
+def _slice(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
+    self, dim, start, stop, step = (*args, 1)[:5] if len(args) < 5 else args
+    cls, block = type(self), self.format.block_size
+    start, stop = start or 0, min(self.shape[dim], self.shape[dim] if stop is None else stop)
+    if step != 1 or (dim == 1 and (start % block or (stop % block and stop != self.width))):
+        raise ValueError(f"{cls.__name__} slices columns only at multiples of {block}, with step 1")
+    if dim == 0:
+        return cls(self.qdata[start:stop], self.scale[start:stop], *_rest(self, self.width))  # type: ignore[no-any-return]
+    columns, first = -(-stop // block), start // block
+    qdata = self.qdata[:, first * block // 2 : columns * block // 2]
+    return cls(qdata, self.scale[:, first:columns], *_rest(self, stop - start))  # type: ignore[no-any-return]
+
+
+def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
+    self, source = args[0], args[1]
+    cls = type(self)
+    if self.shape != source.shape:
+        raise ValueError(f"cannot copy a weight of shape {tuple(source.shape)} into {tuple(self.shape)}")
+    if self.sliced:
+        raise ValueError(
+            f"this {cls.__name__} is a slice and shares its outer scale with the rest: copy into the whole tensor"
+        )
+    if not isinstance(source, cls):
+        source = cls.from_hp(source.to(self.device), four_over_six=self.four_over_six)
+    for name, tensor in source.packed_tensors().items():
+        getattr(self, name).copy_(tensor)
+    return self  # type: ignore[no-any-return]
 
 
 def register_ops(cls: type[PackedFP4Tensor]) -> None:
-    """Give a concrete class its `F.linear`, slicing and requantising `copy_` (dispatch tables are per class)."""
-
-    @cls.implements_torch_function([torch.nn.functional.linear])
-    def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-        x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-        return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
-
-    @cls.implements([aten._to_copy.default])
-    def _to(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
-        self, device, dtype = args[0], kwargs.get("device"), kwargs.get("dtype") or args[0].orig_dtype
-        outer = None if self.outer_scale is None else self.outer_scale.to(device)
-        return cls(self.qdata.to(device), self.scale.to(device), self.width, dtype, self.four_over_six, outer)
-
-    @cls.implements([aten.slice.Tensor])
-    def _slice(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
-        self, dim, start, stop, step = (*args, 1)[:5] if len(args) < 5 else args
-        block = self.format.block_size
-        start, stop = start or 0, min(self.shape[dim], self.shape[dim] if stop is None else stop)
-        if step != 1 or (dim == 1 and (start % block or (stop % block and stop != self.width))):
-            raise ValueError(f"{cls.__name__} slices columns only at multiples of {block}, with step 1")
-        if dim == 0:
-            return cls(self.qdata[start:stop], self.scale[start:stop], *_rest(self, self.width))
-        columns, first = -(-stop // block), start // block
-        qdata = self.qdata[:, first * block // 2 : columns * block // 2]
-        return cls(qdata, self.scale[:, first:columns], *_rest(self, stop - start))
-
-    @cls.implements([aten.copy_.default])
-    def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
-        self, source = args[0], args[1]
-        if self.shape != source.shape:
-            raise ValueError(f"cannot copy a weight of shape {tuple(source.shape)} into {tuple(self.shape)}")
-        if not isinstance(source, cls):
-            source = cls.from_hp(source.to(self.device), four_over_six=self.four_over_six)
-        for name, tensor in source.packed_tensors().items():
-            getattr(self, name).copy_(tensor)
-        return self
+    """Give a concrete class its `F.linear`, `to`, slicing and requantising `copy_` (dispatch tables are per class)."""
+    cls.implements_torch_function([torch.nn.functional.linear])(_linear)
+    cls.implements([aten._to_copy.default])(_to)
+    cls.implements([aten.slice.Tensor])(_slice)
+    cls.implements([aten.copy_.default])(_copy)
 
 
-def _rest(self: PackedFP4Tensor, width: int) -> tuple[int, torch.dtype, bool, Tensor | None]:
-    return width, self.orig_dtype, self.four_over_six, self.outer_scale
+def _rest(self: PackedFP4Tensor, width: int) -> tuple[int, torch.dtype, bool, bool, Tensor | None]:
+    return width, self.orig_dtype, self.four_over_six, True, self.outer_scale

@@ -168,6 +168,7 @@ class QATState:
     layout: Layout
     groups: list[QATGroup] = field(default_factory=list)
     kvs: list[QATKV] = field(default_factory=list)
+    states: list[LayerState] = field(default_factory=list)
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
@@ -184,7 +185,10 @@ class QATState:
 
     @contextmanager
     def cache_weights(self) -> Iterator[None]:
-        """Quantise each weight once inside the block. No optimizer step may happen in it."""
+        """Quantise each weight once inside the block. No optimizer step may happen in it.
+
+        Leaving it also lets go of the guidance of the last micro-batch, which the layers hold for recomputation.
+        """
         for group in self.groups:
             group.cached = {}
         try:
@@ -192,6 +196,8 @@ class QATState:
         finally:
             for group in self.groups:
                 group.cached = None
+            for state in self.states:
+                state.rounding = NEAREST
 
 
 def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str = "sdpa") -> QATState:
@@ -213,7 +219,7 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
     states = [LayerState() for _ in layout.layers]
     for layer, state in zip(layout.layers, states, strict=True):
         layer.register_forward_pre_hook(state, with_kwargs=True)
-    qat = QATState(layout)
+    qat = QATState(layout, states=states)
     weights, activations = (
         get_format(f, four_over_six=recipe.four_over_six) for f in (recipe.weights, recipe.activations)
     )
