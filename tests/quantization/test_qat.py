@@ -204,6 +204,28 @@ class TestForward:
             parameter.data *= 1.5
         assert not torch.equal(policy(ids).logits, before), "an optimizer step would go unseen"
 
+    def test_under_autocast_weights_are_kept_in_its_dtype_and_gradients_stay_the_same(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """FP32 copies of all weights beside the masters would double the trainer's memory."""
+
+        ids = token_ids()
+
+        def run() -> tuple[set[torch.dtype], Tensor]:
+            policy = make_policy("llama", W4A4KV4)
+            with torch.autocast("cpu", torch.bfloat16), policy.trace_qat.cache_weights():
+                for _ in range(2):
+                    policy(ids).logits.float().logsumexp(-1).sum().backward()
+                kept = {value.dtype for group in policy.trace_qat.groups for value in group.cached.values()}
+            return kept, torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+        kept, gradients = run()
+        assert kept == {torch.bfloat16}
+        monkeypatch.setattr("trace_lightning.quantization.qat._matmul_dtype", lambda weight: weight.dtype)
+        kept, expected = run()
+        assert kept == {torch.float32}
+        assert_bit_equal(gradients, expected)
+
     @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2"])
     def test_left_padding_equals_none(self, family: str) -> None:
         """C9, C10. In FP64: a different batch shape must not be able to move a code."""

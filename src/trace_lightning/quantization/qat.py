@@ -81,10 +81,16 @@ class QATGroup:
             with torch.no_grad():
                 amax = torch.stack([member.weight.abs().amax() for member in self.members]).amax().float()
                 outer = self.weights.outer_from_amax(amax.reshape(1, 1))
-                value = quantized_weight(linear.weight, self.weights, outer)
+                value = quantized_weight(linear.weight, self.weights, outer).to(_matmul_dtype(linear.weight))
             if self.cached is not None:
                 self.cached[id(linear)] = value
         return straight_through(linear.weight, value)
+
+
+def _matmul_dtype(weight: Tensor) -> torch.dtype:
+    """What autocast will multiply in: casting the rounded weight once is the same, and halves what is kept of it."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def quantized_weight(weight: Tensor, fmt: BlockFormat, outer: Tensor | None) -> Tensor:
