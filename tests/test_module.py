@@ -149,6 +149,23 @@ def test_truncated_sampling_is_renormalised_on_both_sides():
     assert metrics["clip_ratio/region_mean"] == 0
 
 
+def test_truncated_sampling_with_a_completion_that_is_not_scored():
+    """Its tokens have support sets, but nothing is learned from them."""
+    calls = []
+
+    def sometimes(completion, problem):
+        calls.append(completion)
+        return None if len(calls) == 2 else float(len(calls) % 3)
+
+    sampling = SamplingParams(max_new_tokens=5, top_k=8, record_support=8)
+    with pytest.warns(UserWarning, match="reward"):
+        metrics = fit(
+            make(), rollout=Rollout(rewards=[sometimes], num_generations=4, sampling=sampling)
+        ).callback_metrics
+    assert metrics["rewards/unscored_share"] == pytest.approx(1 / 16)
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
 def test_state_dict_holds_the_policy_alone_and_optimizer_sees_nothing_else():
     module = make()
     fit(module)

@@ -95,7 +95,8 @@ def take(batch: RolloutBatch, indices: list[int], device: torch.device) -> Micro
         mask_BT=mask.to(device),
         rollout_logprobs_BT=batch.rollout_logprobs_BT[rows, :length].to(device),
         advantages_B=batch.advantages_B[rows].to(device),
-        support_NK=_support(picked, device),
+        # A sequence is learned from as a whole or not at all (not scored, or truncated), so its row decides.
+        support_NK=_support([c for c, row in zip(picked, mask, strict=False) if row.any()], device),
         guidance=_guidance(batch.guidance, picked, length - 1, device),
         indices=indices,
     )
