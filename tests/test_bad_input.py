@@ -26,6 +26,8 @@ CASES = {
     "context": ("--rollout.sampling.max_new_tokens 4000", ["max_new_tokens=4000", "128 tokens"]),
     "exclude": ("--recipe.exclude [q_porj]", ["q_porj", "match no module"]),
     "split group": ("--recipe.exclude [q_proj]", ["fused group", "exclude all of its linears or none"]),
+    "unknown attention": ("--model.attention sdpaa", ["'sdpaa'", "sdpa"]),
+    "attention not installed": ("--model.attention flash_attention_2", ["flash-attn", "trace-lightning[flash-attn]"]),
     "batch larger than the data": ("--data.batch_size 100000", ["training prompts", "100000"]),
     "nothing guided": (
         "--recipe.activations none --recipe.kv_cache fp8",

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -206,6 +207,20 @@ class QATState:
                 state.rounding = NEAREST
 
 
+def _check_attention(attention: str) -> None:
+    names = [name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith("trace_")]
+    if attention not in (*names, "eager"):
+        raise ValueError(f"attention {attention!r} is unknown; choose one of {', '.join(sorted(names))}")
+    if attention.startswith("flash_attention_"):
+        available = getattr(transformers.utils, f"is_flash_attn_{attention[-1]}_available")
+        # Asked here, because transformers checks its own names only and ours would fail in the first forward.
+        if not available():
+            raise ImportError(
+                f"attention {attention!r} needs the flash-attn package: pip install 'trace-lightning[flash-attn]', or "
+                "use sdpa"
+            )
+
+
 def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str = "sdpa") -> QATState:
     """Make the forward of `model` round by `recipe`, in place.
 
@@ -216,11 +231,9 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
 
     Raises:
         ValueError: if `attention` is unknown, or `kv_rotation` meets a head dim that 16 does not divide.
+        ImportError: if `attention` is a flash-attention that is not installed.
     """
-    if attention not in ALL_ATTENTION_FUNCTIONS.valid_keys() and attention != "eager":
-        raise ValueError(
-            f"attention {attention!r} is unknown; choose one of {sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())}"
-        )
+    _check_attention(attention)
     layout = read_layout(model, recipe)
     states = [LayerState() for _ in layout.layers]
     for layer, state in zip(layout.layers, states, strict=True):
