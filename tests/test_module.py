@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from types import SimpleNamespace
 
@@ -142,7 +143,7 @@ def test_truncated_completions_can_be_masked():
 
 
 def test_truncated_sampling_is_renormalised_on_both_sides():
-    """CASES C4, C5: an unchanged policy has ratio 1 under top-p, not a quiet ratio below it."""
+    """An unchanged policy has ratio 1 under top-p, not a quiet ratio below it."""
     sampling = SamplingParams(max_new_tokens=5, top_p=0.8, record_support=16)
     metrics = fit(make(), rollout=Rollout(num_generations=4, sampling=sampling)).callback_metrics
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
@@ -273,3 +274,16 @@ def test_sixteen_mixed_is_refused():
 def test_trainer_flags_that_manual_optimisation_cannot_honour_name_ours(flag):
     with pytest.raises(ValueError, match=r"max_grad_norm|max_tokens_per_microbatch"):
         fit(make(), **flag)
+
+
+def test_nothing_is_kept_from_step_to_step():
+    """An old snapshot, record or batch that stays alive shows as tensors that add up."""
+    counts = {}
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            gc.collect()
+            counts[trainer.global_step] = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+
+    fit(make(), Count(), steps=6)
+    assert counts[6] <= counts[3]
