@@ -52,7 +52,7 @@ def both_sides(
 
 
 class TestUnquantised:
-    """C1, C2."""
+    """Both sides divide the logits by the temperature."""
 
     @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
@@ -121,7 +121,7 @@ def new_kv(engine: LocalEngine, num_pages: int, page_size: int) -> PagedKV:
 
 
 class TestDecodeEqualsPrefill:
-    """C35, over page edges."""
+    """Lengths cross page edges; the gap must not grow with position."""
 
     @pytest.mark.parametrize("page_size", [4, 16])
     @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2"])
@@ -194,7 +194,7 @@ class TestQuantised:
     @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
     @pytest.mark.parametrize("head_dim", [40, 80, 96, 128])
     def test_sizes_that_are_no_whole_blocks(self, head_dim: int, fmt: str) -> None:
-        """C30, C37."""
+        """Widths and head dims that are no multiple of a block."""
         recipe = recipe_of(fmt, fmt, fmt, mode="parity", scales="parity")
         policy = make_policy("qwen3", recipe, head_dim=head_dim, hidden_size=60, intermediate_size=33)
         ours, theirs = both_sides(policy, make_engine(policy, recipe), guided=True)
@@ -230,7 +230,7 @@ class TestPackerEqualsFakeQuantiser:
 
     @staticmethod
     def uneven_policy(recipe: QuantRecipe) -> Any:
-        """C27: q, k, v (and gate, up) with ranges far apart must still share one outer scale."""
+        """Q, k, v (and gate, up) with ranges far apart must still share one outer scale."""
         policy = make_model("qwen3")
         for layer in policy.model.layers:
             layer.self_attn.k_proj.weight.data *= 4

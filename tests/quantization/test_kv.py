@@ -70,7 +70,7 @@ def test_nothing_exceeds_the_bound(family: str, rotation: Any, linears: Any, sca
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_scales_follow_the_weights(family: str, fmt: str) -> None:
-    """C36: weights x 8, scales x 8."""
+    """Weights x 8, scales x 8."""
     model = make_model(family)
     before = scales_of(model, fmt)
     for layer in model.model.layers:

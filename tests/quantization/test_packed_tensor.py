@@ -1,4 +1,4 @@
-"""Packed weights as tensors: they save, load, slice, move and requantise in place (C29, C30, C34, C44)."""
+"""Packed weights as tensors: they save, load, slice, move and requantise in place."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class TestInstall:
         assert_bit_equal(linear(x), linear.bias.expand(2, -1).contiguous())
 
     def test_tied_embeddings_are_not_touched(self) -> None:
-        """C31."""
+        """A tied head is the embedding: neither is rounded."""
         model = make_model("qwen3")
         embedding = model.get_input_embeddings()
         install_qat(model, W4A4KV4)
@@ -94,7 +94,7 @@ class TestInstall:
 
     @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp8"])
     def test_odd_sizes(self, fmt: Any) -> None:
-        """C30: no width is a multiple of a block."""
+        """No width is a multiple of a block."""
         recipe = QuantRecipe(weights=fmt, activations=fmt, kv_cache=fmt)
         policy = make_policy("llama", recipe, hidden_size=36, intermediate_size=17, head_dim=10)
         loss = policy(token_ids(), labels=token_ids()).loss
@@ -135,7 +135,7 @@ class TestInstall:
 
 class TestMixtureOfExperts:
     def test_experts_are_reported_as_not_quantised(self) -> None:
-        """C32: transformers keeps experts as 3-D parameters, out of reach of a walk over linears."""
+        """Transformers keeps experts as 3-D parameters, out of reach of a walk over linears."""
         policy = make_policy("qwen3_moe", W4A4KV4)
         attention = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64)  # q, k, v, o in two layers
         experts = 2 * 4 * 3 * 32 * 64
@@ -146,7 +146,7 @@ class TestMixtureOfExperts:
 
     @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "llama", "gpt2"])
     def test_routers_heads_and_embeddings_never_are(self, family: str) -> None:
-        """C33."""
+        """A router decides, it is not multiplied with: it stays in high precision."""
         policy = make_policy(family, W4A4KV4)
         for name in quantized_names(policy):
             assert not any(part in name.split(".") for part in ("gate", "router", "lm_head", "embed_tokens", "wte"))
@@ -228,7 +228,7 @@ class TestForward:
 
     @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2"])
     def test_left_padding_equals_none(self, family: str) -> None:
-        """C9, C10. In FP64: a different batch shape must not be able to move a code."""
+        """In FP64: a different batch shape must not be able to move a code."""
         recipe = QuantRecipe(kv_cache="nvfp4") if family == "gpt2" else W4A4KV4
         policy = make_policy(family, recipe, dtype=torch.float64)
         ids = token_ids(1, 9)

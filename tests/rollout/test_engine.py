@@ -73,7 +73,7 @@ class TestEndOfCompletions:
 
     @pytest.mark.parametrize("eos", [EOS, [5, 6], [5, 6, 77]])
     def test_every_eos_id_ends_and_is_kept(self, eos: Any) -> None:
-        """C12."""
+        """Models with several EOS ids: each of them ends a completion."""
         model = make_model("qwen3")
         model.generation_config.eos_token_id = eos
         self.check(make_engine(model, PLAIN), set(eos) if isinstance(eos, list) else {eos})
@@ -104,12 +104,12 @@ class TestEndOfCompletions:
         assert generation.stats["generated_tokens"] == 12 * length
 
     def test_zero_new_tokens_are_refused(self) -> None:
-        """C16."""
+        """A limit of nothing is refused when the parameters are made."""
         with pytest.raises(ValueError, match="max_new_tokens=0"):
             SamplingParams(max_new_tokens=0)
 
     def test_ids_are_the_truth_and_text_is_decoded_from_them(self) -> None:
-        """C7."""
+        """Token ids are the truth, text is derived."""
         for completion in self.unbroken(make_engine(make_model("qwen3"), PLAIN)):
             assert completion.text == TinyTokenizer().decode(completion.token_ids, skip_special_tokens=True)
             assert len(completion.logprobs) == len(completion.token_ids)
@@ -195,7 +195,7 @@ class TestMemory:
         assert len(pools) == 4
         assert all(pool.num_free == pool.num_pages for pool in pools)
         assert len(storages) == 1
-        assert len(set(counts)) == 1, "C42: one copy of the weights alive"
+        assert len(set(counts)) == 1, "one copy of the weights alive"
 
     def test_grows_when_a_call_needs_more(self) -> None:
         engine = make_engine(make_model("qwen3"), W4A4KV4)
@@ -233,7 +233,7 @@ class TestSync:
     def test_equal_syncs_change_nothing_and_a_restored_weight_restores_all(
         self, decoder: str, recipe: QuantRecipe
     ) -> None:
-        """C38."""
+        """A sync writes into the same layout every time."""
         model = make_model("qwen3")
         engine = make_engine(model, recipe, decoder=decoder)
         first = greedy(engine)
@@ -251,7 +251,7 @@ class TestSync:
         assert greedy(engine) == first
 
     def test_after_an_update_as_a_fresh_engine(self, decoder: str, recipe: QuantRecipe) -> None:
-        """C39: no key or value of the old policy is read again."""
+        """No key or value of the old policy is read again."""
         model = make_model("qwen3")
         engine, before = make_engine(model, recipe, decoder=decoder), perturbed(model, 0.2)
         old = engine.generate(PROMPTS, sampling())
@@ -262,7 +262,7 @@ class TestSync:
         assert_bit_equal(rollout_logprobs(new), rollout_logprobs(fresh))
 
     def test_kv_scales_follow_the_weights(self, decoder: str, recipe: QuantRecipe) -> None:
-        """C36: V of the first layer grows by 8, and with its scales by 8 not one byte of it changes."""
+        """V of the first layer grows by 8, and with its scales by 8 not one byte of it changes."""
         model = make_model("llama")
         engine = make_engine(model, recipe, decoder=decoder)
         whole_pages = make_prompts(4, 8, 16)  # others are copied with what the rest of their page held before
@@ -384,7 +384,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
     def test_positions_beyond_the_context(self, family: str) -> None:
-        """C14: not an IndexError in the middle of a batch, and no rotary angles that were never trained."""
+        """Not an IndexError in the middle of a batch, and no rotary angles that were never trained."""
         limit = {"n_positions": 32} if family == "gpt2" else {"max_position_embeddings": 32}
         engine = make_engine(make_model(family, **limit), PLAIN)
         engine.generate(make_prompts(20), sampling(max_new_tokens=12, ignore_eos=True))
@@ -457,7 +457,7 @@ class TestVerify:
 
 
 class TestTruncatedSampling:
-    """C4, C5: the trainer renormalises over the recorded support."""
+    """The trainer renormalises over the recorded support."""
 
     TRUNCATIONS = pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.9}])
 
