@@ -91,6 +91,19 @@ def test_on_policy_the_two_sides_agree_and_the_loss_is_zero():
     assert metrics["guidance/code_mismatch_after"] == 0
 
 
+def test_guidance_that_stops_to_work_is_said_once(caplog):
+    """One parity bit assumes weights near the rollout's; a second optimizer step at a high rate is far from them."""
+    fit(make(num_minibatches=4, learning_rate=0.05), steps=8)
+    said = [record for record in caplog.records if "guidance does not hold" in record.getMessage()]
+    assert len(said) == 1
+    assert "first of 4 optimizer steps" in said[0].getMessage()
+
+
+def test_guidance_that_works_is_not_complained_about(caplog):
+    fit(make(learning_rate=1e-3), steps=3)
+    assert "guidance does not hold" not in caplog.text
+
+
 def test_every_rollout_uses_the_weights_of_its_step():
     versions = []
 

@@ -11,6 +11,7 @@ neither are rewards: `state_dict` holds the policy and nothing else.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -32,6 +33,8 @@ from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microb
 from trace_lightning.rollout.scoring import score
 from trace_lightning.types import QuantRecipe, RolloutBatch
 
+log = logging.getLogger(__name__)
+_HEALTHY_MISMATCH = 0.01
 _MAX_BAD_STEPS = 3  # optimizer steps in a row with a non-finite gradient before the run stops
 
 
@@ -107,6 +110,7 @@ class PolicyModule(pl.LightningModule):
         self.policy: PreTrainedModel | None = None
         self.divergence = DivergenceMetrics()
         self._bad_steps = 0
+        self._warned = False
 
     def configure_model(self) -> None:
         """Load the policy once, in FP32 masters."""
@@ -267,11 +271,28 @@ class PolicyModule(pl.LightningModule):
         sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
         values = {name: (total / count) for name, (total, count) in zip(merged, sums, strict=True) if count > 0}
         values |= self.divergence.compute()
-        values |= {f"guidance/code_mismatch_{name}": value for name, value in self._mismatch.compute().items()}
+        mismatch = self._mismatch.compute()
+        self._watch_guidance(mismatch.get("after", 0.0))
+        values |= {f"guidance/code_mismatch_{name}": value for name, value in mismatch.items()}
         if batch.guidance is not None:
             values["guidance/bytes_per_token"] = batch.guidance.bytes_per_token
         values["learning_rate"] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
         self.log_dict(values, batch_size=len(batch.prompts))
+
+    def _watch_guidance(self, mismatch: float) -> None:
+        """Say once that guidance has stopped to work: nothing else in a run would show it at once."""
+        if mismatch > _HEALTHY_MISMATCH and not self._warned:
+            self._warned = True
+            steps = self.num_iterations * self.num_minibatches
+            why = f" After the first of {steps} optimizer steps the weights are no longer the rollout's." * (steps > 1)
+            log.warning(
+                "guidance does not hold: %.1f %% of the audited FP4 codes differ from the rollout's (healthy: below "
+                "%.0f %%).%s Guide every site (recipe.guidance.sites=[attn_in,o_in,mlp_in,down_in,k,v]), or take one "
+                "optimizer step per rollout (model.num_iterations=1, model.num_minibatches=1).",
+                100 * mismatch,
+                100 * _HEALTHY_MISMATCH,
+                why,
+            )
 
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Held-out reward under the rollout policy (sampled, as in training)."""
