@@ -36,7 +36,8 @@ class GuidanceConfig:
         scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
         layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
         sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
-            k, v when only the KV cache is.
+            k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights; with several
+            optimizer steps per rollout, name all six.
         store: where the record waits for the trainer: `device` or `host`.
         audit_sequences: sequences per rollout whose full codes are kept as well, so that the mismatch of codes is
             measured and not assumed. 0 turns the measurement off.

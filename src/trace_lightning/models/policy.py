@@ -113,12 +113,7 @@ def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     cap = getattr(config, "final_logit_softcapping", None)
 
     def project(hidden: Tensor) -> Tensor:
-        return finish_logits(head(hidden), scale, cap)
+        logits = head(hidden) if scale == 1.0 else head(hidden) * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     return project
-
-
-def finish_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Apply a family's logit scale and soft cap."""
-    logits = logits if scale == 1.0 else logits * scale
-    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -74,7 +74,10 @@ class GuidanceRecorder:
 
     def __init__(self, config: GuidanceConfig, keys: set[Key], store_device: torch.device) -> None:
         self.config, self.keys, self.store_device = config, keys, store_device
-        self._parts: dict[Key, list[SiteTable]] = {key: [] for key in keys}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parts: dict[Key, list[SiteTable]] = {key: [] for key in self.keys}
         self._audit_of_row: list[Tensor] = []
         self._audited: Tensor | None = None
         self._num_rows = self._num_audited = 0
@@ -124,7 +127,7 @@ class GuidanceRecorder:
                 audit=torch.cat(audits) if audits else None,
             )
         record = GuidanceRecord(self.config, tables, torch.cat(self._audit_of_row), policy_version)
-        self.__init__(self.config, self.keys, self.store_device)  # type: ignore[misc]
+        self._reset()
         return record
 
 
