@@ -5,8 +5,13 @@ straight through. There is no second implementation to drift, so equal inputs gi
 
     x [..., K]  ->  codes uint8 [..., Kp]   one per element, Kp = K rounded up to whole blocks (the pad is zero)
                     scale uint8 [..., Kp / block]     E4M3 (NVFP4) or E8M0 (MXFP4); None for FP8
-                    outer FP32 broadcastable to [..., 1]        None for MXFP4
-    value = (code value * block scale) * outer        the first product is exact, so there is one rounding
+                    outer FP32 broadcastable to [..., 1]        None for MXFP4; a power of two where it is ours
+    value = (code value * block scale) * outer        the first product is exact, so there is one rounding at most
+
+The outer scale is the smallest power of two that lets the largest value be represented. Every value then fits BF16
+(six significant bits times a power of two), so a kernel that multiplies by the outer scale last, a matmul over a BF16
+copy and the trainer's fake quantiser see the same numbers. Block scales are floats: half a step of range is all it
+costs.
 
 Order of operations (frozen, FP32 throughout): `scale = E4M3((amax_block / 6) / outer)`, then
 `code = E2M1(x * ((1 / outer) / scale))`. It is the order of torchao's `nvfp4_quantize`, our independent oracle;
@@ -46,6 +51,14 @@ class Quantized:
 @functools.cache
 def _constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, device=device)
+
+
+def next_power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two >= positive FP32 `x`, exactly (`log2` is not, on every device); NaN and inf stay."""
+    rounded = (((torch.nan_to_num(x, nan=1.0, posinf=1.0).view(torch.int32) + 0x7FFFFF) >> 23) << 23).view(
+        torch.float32
+    )
+    return torch.where(x.isfinite(), rounded, x)
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
@@ -169,7 +182,8 @@ class NVFP4(_E2M1Format):
     bits_per_element = 4.5
 
     def outer_from_amax(self, amax: Tensor) -> Tensor:
-        return divide(amax, (256.0 if self.four_over_six else F4.E4M3_MAX) * F4.E2M1_MAX).clamp_min(OUTER_MIN)
+        limit = (256.0 if self.four_over_six else F4.E4M3_MAX) * F4.E2M1_MAX
+        return next_power_of_two(divide(amax, limit)).clamp_min(OUTER_MIN)
 
     def decode_scale(self, scale: Tensor) -> Tensor:
         return F4.e4m3_decode(scale)
@@ -236,7 +250,7 @@ class FP8(BlockFormat):
     bits_per_element = 8.0
 
     def outer_from_amax(self, amax: Tensor) -> Tensor:
-        return divide(amax, F4.E4M3_MAX).clamp_min(OUTER_MIN)
+        return next_power_of_two(divide(amax, F4.E4M3_MAX)).clamp_min(OUTER_MIN)
 
     def quantize(self, x: Tensor, outer: Tensor | None = None) -> Quantized:
         outer = self.outer_from_amax(x.abs().amax(-1, keepdim=True).float()) if outer is None else outer

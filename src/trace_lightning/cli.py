@@ -3,6 +3,7 @@
 
     trace-fit fit|validate|test|predict --config A.yaml --config B.yaml --recipe.kv_cache mxfp4 --trainer.max_steps 3
     trace-fit prepare smollm2
+    trace-fit bench --shape qwen3-8b --batch 64 --context 8192
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
 below before the parser is built is what makes their short names (`GRPO`, `TIS`, `LocalEngine`, ...) resolve.
@@ -46,7 +47,10 @@ from trace_lightning.suggestions import did_you_mean, vocabulary
 from trace_lightning.tasks import RewardFn, Task
 from trace_lightning.types import QuantRecipe
 
-DESCRIPTION = "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model."
+DESCRIPTION = (
+    "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model, "
+    "`trace-fit bench` times rollouts."
+)
 COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, RolloutEngine)
 
 
@@ -189,6 +193,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["prepare"]:
             _prepare(sys.argv[2:])
+        elif sys.argv[1:2] == ["bench"]:
+            _bench(sys.argv[2:])
         else:
             TraceCLI()
     except (ValueError, ImportError) as error:
@@ -233,6 +239,13 @@ def _prepare(arguments: list[str]) -> None:
         prepare_smollm2(overwrite=parsed.overwrite)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
+
+
+def _bench(arguments: list[str]) -> None:
+    from trace_lightning.bench.command import main as bench
+
+    quiet_runtime()
+    bench(arguments)
 
 
 if __name__ == "__main__":

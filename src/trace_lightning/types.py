@@ -179,6 +179,8 @@ class SamplingParams:
         min_p: keep tokens at least this likely relative to the most likely one.
         record_support: tokens kept per position for the trainer; required for training with truncated sampling.
         max_new_tokens: completion length limit, at least 1.
+        beyond_context: what to do when prompt and `max_new_tokens` exceed the model's context: `error`, or `cut` the
+            completion at the context's end (its finish reason is then `length`).
         stop_token_ids: ids that end a completion besides the model's EOS ids; the id stays part of the completion.
         stop: strings; a completion ends with the first token whose text contains one of them.
         ignore_eos: go on after EOS (benchmarks).
@@ -191,6 +193,7 @@ class SamplingParams:
     min_p: float = 0.0
     record_support: int = 0
     max_new_tokens: int = 256
+    beyond_context: Literal["error", "cut"] = "error"
     stop_token_ids: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
@@ -213,6 +216,11 @@ class SamplingParams:
     def truncated(self) -> bool:
         """Whether some tokens can get probability zero."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def distribution(self) -> tuple[float, ...]:
+        """What the distribution that tokens are drawn from depends on, beside the logits."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.record_support
 
     def check_trainable(self) -> None:
         """Refuse parameters under which rollout and trainer log-probs would belong to different distributions.
@@ -287,6 +295,7 @@ class RolloutBatch:
     guidance: GuidanceRecord | None = None
     policy_version: int = -1
     seconds: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)  # the engine's counts
 
     def to(self, device: Any) -> RolloutBatch:
         """Itself, where it is (Lightning calls this): micro-batches are moved one by one, before their forward."""

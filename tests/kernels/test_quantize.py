@@ -97,11 +97,13 @@ class TestAgainstTorchAO:
         x = tied_blocks(torch.arange(0x08, 0x7F, dtype=torch.uint8), torch.tensor(outer))
         self.check(x.reshape(7, -1), torch.tensor(outer))
 
-    def test_outer_scale_is_torchaos(self) -> None:
+    def test_outer_scale_is_torchaos_rounded_up_to_a_power_of_two(self) -> None:
         from torchao.prototype.mx_formats.nvfp4_tensor import per_tensor_amax_to_scale
 
         amax = torch.rand(1000) * 100
-        assert_bit_equal(SIX.outer_from_amax(amax), per_tensor_amax_to_scale(amax))
+        assert_bit_equal(SIX.outer_from_amax(amax), per_tensor_amax_to_scale(amax).log2().ceil().exp2())
+        exact = torch.tensor([448.0 * 6, 2 * 448.0 * 6])
+        assert_bit_equal(SIX.outer_from_amax(exact), torch.tensor([1.0, 2.0]))
 
 
 class TestRounding:

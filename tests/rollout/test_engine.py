@@ -24,11 +24,11 @@ from tiny import (
     sync,
 )
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
-from trace_lightning.rollout import decoder as decoder_module
 from trace_lightning.rollout import engine as engine_module
+from trace_lightning.rollout import fused_decoder as decoder_module
 from trace_lightning.rollout.base import Generation
-from trace_lightning.rollout.decoder import FusedDecoder
 from trace_lightning.rollout.engine import LocalEngine
+from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.kv_pool import PagePool
 from trace_lightning.types import Completion, GuidanceConfig, QuantRecipe, SamplingParams
 
@@ -207,6 +207,40 @@ class TestMemory:
             make_engine(make_model("qwen3"), W4A4KV4).generate(PROMPTS, sampling(), num_samples=3)
         )
 
+    @pytest.mark.parametrize("recipe", [PLAIN, W4A4KV4], ids=lambda recipe: recipe.label)
+    def test_preempted_sequences_go_on_where_they_stopped(self, recipe: QuantRecipe) -> None:
+        """Pages for a third of what the sequences need: the draws are those of an engine with room for all."""
+        policy = make_policy("qwen3", recipe, dtype=torch.float64)
+        params = sampling(max_new_tokens=40)
+        roomy, tight = (
+            make_engine(policy, recipe, dtype=torch.float64, **settings).generate(PROMPTS, params, num_samples=4)
+            for settings in ({}, {"kv_cache_tokens": 256})
+        )
+        assert roomy.stats["preempted"] == 0
+        assert tight.stats["preempted"] > 0
+        assert tokens(tight) == tokens(roomy)
+        assert (rollout_logprobs(tight) - rollout_logprobs(roomy)).abs().max() <= 1e-5
+
+    def test_guidance_covers_preempted_sequences(self) -> None:
+        recipe = QuantRecipe(kv_cache="nvfp4", guidance=GuidanceConfig(mode="full"))
+        policy = make_policy("qwen3", recipe, dtype=torch.float64)
+        engine = make_engine(policy, recipe, dtype=torch.float64, kv_cache_tokens=256)
+        drawn = engine.generate(PROMPTS, sampling(max_new_tokens=40), num_samples=4, record_guidance=True)
+        assert drawn.stats["preempted"] > 0
+        guided = Scorer(PROMPTS, drawn, 4).guided_logprobs(policy, 0.8)
+        assert (guided - rollout_logprobs(drawn)).abs().max() <= 1e-4
+
+    def test_released_between_rollouts(self) -> None:
+        model = make_model("qwen3")
+        engine = make_engine(model, W4A4KV4, keep_snapshot=False)
+        first = greedy(engine)
+        assert engine._decoder is None
+        assert engine._kv is None
+        with pytest.raises(ValueError, match="load_weights first"):
+            greedy(engine)
+        sync(engine, model, 1)
+        assert greedy(engine) == first
+
     def test_interrupted_call_takes_no_pages_with_it(self) -> None:
         engine = make_engine(make_model("qwen3"), PLAIN, kv_cache_tokens=60)
         expected = greedy(engine)
@@ -273,6 +307,7 @@ class TestSync:
             return engine._kv.read(0, slots)[1]  # type: ignore[union-attr]
 
         before, outer = cached_v(), engine.decoder.kv_outer(0)[1]
+        outer = None if outer is None else outer.clone()  # it is renewed in place
         model.model.layers[0].self_attn.v_proj.weight.data *= 8
         model.model.layers[0].self_attn.q_proj.weight.data *= 8
         model.model.layers[0].self_attn.k_proj.weight.data *= 8  # the fused group shares one weight scale
@@ -391,6 +426,15 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"prompt of 21 and max_new_tokens=12 exceed the context.*32 tokens"):
             engine.generate(make_prompts(5, 21), sampling())
 
+    def test_completions_may_be_cut_at_the_end_of_the_context(self) -> None:
+        engine = make_engine(make_model("qwen3", max_position_embeddings=32), PLAIN)
+        params = sampling(max_new_tokens=12, ignore_eos=True, beyond_context="cut")
+        drawn = engine.generate(make_prompts(5, 21, 30), params).completions
+        assert [len(completion.token_ids) for completion in drawn] == [12, 11, 2]
+        assert {completion.finish_reason for completion in drawn} == {"length"}
+        with pytest.raises(ValueError, match="a prompt of 32"):
+            engine.generate(make_prompts(32), params)
+
     def test_sequence_larger_than_the_cache(self) -> None:
         engine = make_engine(make_model("qwen3"), PLAIN, kv_cache_tokens=40)
         with pytest.raises(
@@ -421,19 +465,25 @@ class TestRefused:
             make_engine(policy, W4A4KV4)
 
 
+def without_rope(args: Any, *, keep_cos: bool) -> Any:
+    """The arguments of `kv_append` with rotary angles of zero, or with their sines alone missing."""
+    cos, sin = args[4:6]
+    return *args[:4], cos if keep_cos else torch.ones_like(cos), torch.zeros_like(sin), *args[6:]
+
+
 class TestVerify:
     @pytest.mark.parametrize(
         ("name", "broken"),
         [
-            ("rms_norm", lambda x, weight, eps: decoder_module.F.rms_norm(x, x.shape[-1:], weight, eps + 0.05)),
-            ("apply_rope", lambda x, cos, sin: x),
-            ("apply_rope", lambda x, cos, sin: x * cos.unsqueeze(1)),
+            ("add_rms_norm", lambda real: lambda r, p, g, eps, **rest: real(r, p, g, eps + 0.05, **rest)),
+            ("kv_append", lambda real: lambda *args, **rest: real(*without_rope(args, keep_cos=False), **rest)),
+            ("kv_append", lambda real: lambda *args, **rest: real(*without_rope(args, keep_cos=True), **rest)),
         ],
     )
     def test_a_wrong_decoder_is_caught_before_it_draws(
         self, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(decoder_module, name, broken)
+        monkeypatch.setattr(decoder_module, name, broken(getattr(decoder_module, name)))
         with pytest.raises(ValueError, match=r"decoder disagrees with Qwen3ForCausalLM.*decoder=hf"):
             make_engine(make_model("qwen3"), W4A4KV4)
         assert make_engine(make_model("qwen3"), W4A4KV4, verify=False).policy_version == 0
@@ -443,7 +493,8 @@ class TestVerify:
         engine, model = LocalEngine(), make_model("qwen3")
         engine.setup(model, TinyTokenizer(), PLAIN, dtype=torch.float32)  # type: ignore[arg-type]
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "apply_rope", lambda x, cos, sin: x)
+            real = decoder_module.kv_append
+            patch.setattr(decoder_module, "kv_append", lambda *a, **k: real(*without_rope(a, keep_cos=False), **k))
             with pytest.raises(ValueError, match="disagrees"):
                 sync(engine, model, 0)
         assert engine.policy_version == -1

@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from trace_lightning.rollout import sampler
-from trace_lightning.rollout.sampler import Sampled, counter_uniform, sample, truncate
+from trace_kernels import sampling
+from trace_kernels.sampling import counter_uniform
+from trace_lightning.rollout.sampler import Sampled, sample, truncate
 from trace_lightning.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.0, 0.0, -3.0, 1.5, -0.5])
 TRUNCATIONS = [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.7}, {"top_k": 6, "min_p": 0.2}]
+
+
+def seeded(seed: int) -> Tensor:
+    return torch.tensor([seed])
 
 
 def draw(logits: Tensor, params: SamplingParams, *, uid: Tensor | None = None, position: int = 3) -> Sampled:
@@ -21,7 +26,7 @@ def draw(logits: Tensor, params: SamplingParams, *, uid: Tensor | None = None, p
     if logits.ndim == 1:
         logits = logits.expand(40_000, -1)
     uid = torch.arange(len(logits)) if uid is None else uid
-    return sample(logits, params, uid, torch.zeros_like(uid), torch.full_like(uid, position))
+    return sample(logits, params, seeded(params.seed), uid, torch.zeros_like(uid), torch.full_like(uid, position))
 
 
 def expected_support(probs: Tensor, *, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
@@ -38,7 +43,7 @@ def expected_support(probs: Tensor, *, top_k: int = -1, top_p: float = 1.0, min_
 
 class TestCounter:
     def test_uniform(self) -> None:
-        u = counter_uniform(0, torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64))
+        u = counter_uniform(seeded(0), torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64))
         assert u.dtype == torch.float64
         assert u.min() >= 0
         assert u.max() < 1
@@ -49,18 +54,18 @@ class TestCounter:
     def test_every_counter_counts_and_neighbours_are_uncorrelated(self, which: int) -> None:
         counters = [torch.full((50_000,), 5) for _ in range(3)]
         counters[which] = torch.arange(50_000)
-        u = counter_uniform(1, *counters)
+        u = counter_uniform(seeded(1), *counters)
         assert len(u.unique()) > 49_990
         assert abs(torch.corrcoef(torch.stack((u[1:], u[:-1])))[0, 1].item()) < 0.02
 
     def test_seed_and_order_of_counters_matter(self) -> None:
         a, b = torch.arange(10), torch.arange(10, 20)
-        assert not torch.equal(counter_uniform(0, a, b), counter_uniform(1, a, b))
-        assert not torch.equal(counter_uniform(0, a, b), counter_uniform(0, b, a))
+        assert not torch.equal(counter_uniform(seeded(0), a, b), counter_uniform(seeded(1), a, b))
+        assert not torch.equal(counter_uniform(seeded(0), a, b), counter_uniform(seeded(0), b, a))
 
     def test_equals_splitmix64_in_unsigned_integers(self) -> None:
         rows = [(0, 0, 0), (1, 3, 100), (2**40, 1, 5)]
-        u = counter_uniform(7, *torch.tensor(rows).T)
+        u = counter_uniform(seeded(7), *torch.tensor(rows).T)
         assert u.tolist() == [uniform_in_python(7, *row) for row in rows]
         # A resumed run must draw what the unbroken one would have drawn, in the next release too.
         assert u.tolist() == [0.33990021265528314, 0.970760537297635, 0.5514989865916613]
@@ -111,7 +116,7 @@ class TestDistribution:
         self, truncation: Any, u: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            sampler, "counter_uniform", lambda seed, *counters: torch.full_like(counters[0], u, dtype=torch.float64)
+            sampling, "counter_uniform", lambda seed, *counters: torch.full_like(counters[0], u, dtype=torch.float64)
         )
         logits = torch.randn(200, 1000)
         logits[:, [0, -1]] = -torch.inf
@@ -151,7 +156,7 @@ class TestInvariance:
         others = [
             draw(logits, SamplingParams(seed=1)).token_ids,
             draw(logits, SamplingParams(), position=4).token_ids,
-            sample(logits, SamplingParams(), uid, torch.ones_like(uid), torch.full_like(uid, 3)).token_ids,
+            sample(logits, SamplingParams(), seeded(0), uid, torch.ones_like(uid), torch.full_like(uid, 3)).token_ids,
         ]
         for other in others:
             assert (other == reference).double().mean() < 0.05
@@ -175,7 +180,7 @@ class TestSupport:
 
     def test_limits_the_distribution_itself(self) -> None:
         """Tokens beyond the recorded ones are cut from sampling as well, or the trainer could not know of them."""
-        kept = truncate(torch.zeros(3, 50), SamplingParams(top_p=0.9, record_support=4)).isfinite()
+        kept = truncate(torch.zeros(3, 50), SamplingParams(top_p=0.9, record_support=4))[0].isfinite()
         assert kept.sum(-1).tolist() == [4, 4, 4]
 
     def test_nothing_is_recorded_without_truncation(self) -> None:

@@ -155,6 +155,8 @@ class Rollout(Callback):
         values |= {f"rewards/{name}/errors": float(n) for name, n in self.scorer.errors.items() if n}
         values["num_tokens"] = float(lengths.sum())
         values["policy_version"] = float(batch.policy_version)
+        if "preempted" in batch.stats:
+            values["rollout/preempted"] = batch.stats["preempted"]
         pl_module.log_dict(values, batch_size=len(batch.prompts))
         self._enter("idle")
 
@@ -205,7 +207,8 @@ class Rollout(Callback):
         problems = [prompt.problem for prompt, _ in batch.sequences()]
         batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
         batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
-        batch.policy_version, batch.guidance = self.engine.policy_version, generation.guidance
+        batch.policy_version, batch.guidance = generation.completions[0].policy_version, generation.guidance
+        batch.stats = generation.stats
 
     def _generate(
         self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool

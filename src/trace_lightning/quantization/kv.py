@@ -95,13 +95,8 @@ def kv_outer_scales(
     for bound in bounds:
         outer = fmt.outer_from_amax(bound.view(num_kv_heads, -1).amax(-1, keepdim=True) * _HEADROOM)
         assert outer is not None
-        outers.append(_next_power_of_two(outer))
+        outers.append(outer)
     return outers[0], outers[1]
-
-
-def _next_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two >= x, exactly (`log2` is not, on every device): round the mantissa up and drop it."""
-    return (((x.view(torch.int32) + 0x7FFFFF) >> 23) << 23).view(torch.float32)
 
 
 def _k_bound(weights: KVWeights, num_kv_heads: int, rotated: bool) -> Tensor:

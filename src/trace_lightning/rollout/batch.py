@@ -1,117 +1,185 @@
-"""One forward pass of the engine: N flat tokens of B sequences, and the attention they take part in.
+"""One forward pass of the engine: N flat tokens, where their K and V go, and the attention they take part in.
 
-Prefill and decode are the same call. A decode step feeds one token per sequence; a prefill feeds whole prompts. Tokens
-are flat everywhere but in attention, so no linear ever runs over padding.
+Tokens are flat everywhere but in attention, so no linear ever runs over padding. The two kinds of pass differ in
+`attend` alone:
 
-    N fed tokens   B sequences   T longest run of fed tokens in a sequence (1 when decoding)   L longest context
-    H query heads  K KV heads    G = H / K   D head dim
+    DecodeBatch    one token of each of B sequences; reads the pages where they lie (decode kernel)
+    PrefillBatch   runs of tokens ("segments"), each the next part of a prompt; K and V of the whole context are
+                   gathered, dequantised, and go through torch's attention, equal shapes side by side
+
+    N fed tokens   B sequences   W pages of the longest sequence   H query heads   K KV heads   D head dim
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from trace_lightning.quantization.rounding import NearestRounding
-from trace_lightning.rollout.kv_pool import PagedKV
+from trace_kernels.decode_attention import SharedPrefix, decode_attention, decode_attention_reference, supports
+from trace_kernels.kv_pages import KVPages
+from trace_kernels.page_gather import gather_pages
+from trace_lightning.quantization.guidance import GuidanceRecorder
 
-
-@dataclass
-class ForwardBatch:
-    """Index tensors of one pass, all int64 on the device."""
-
-    token_ids_N: Tensor
-    positions_N: Tensor
-    write_slots_N: Tensor
-    read_slots_BL: Tensor  # slot of each position of each sequence; beyond its context any slot, it is masked
-    query_index_BT: Tensor | None  # flat index of a sequence's t-th fed token; None when T = 1 and N = B
-    flat_index_N: Tensor | None  # inverse: position of a flat token in [B * T]
-    last_index_B: Tensor | None  # flat index of each sequence's last fed token; None when N = B
-    rounding: NearestRounding
+log = logging.getLogger(__name__)
 
 
-def prefill_batch(
-    token_ids: list[list[int]], pages: list[list[int]], page_size: int, device: torch.device, rounding: NearestRounding
-) -> ForwardBatch:
-    """Feed whole sequences from position 0; `pages[b]` are the pages of sequence b, in order."""
-    lengths = [len(ids) for ids in token_ids]
-    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    slots = [
-        [p[t // page_size] * page_size + t % page_size for t in range(n)] for p, n in zip(pages, lengths, strict=True)
-    ]
-    steps = torch.arange(max(lengths))
-    inside = steps < torch.tensor(lengths).unsqueeze(1)
-    index = {
-        "token_ids_N": torch.tensor([token for ids in token_ids for token in ids]),
-        "positions_N": torch.cat([steps[:n] for n in lengths]),
-        "write_slots_N": torch.tensor([slot for row in slots for slot in row]),
-        "read_slots_BL": torch.tensor([row + [row[0]] * (max(lengths) - len(row)) for row in slots]),
-        # Padding repeats the sequence's first token: a valid query whose result is not read.
-        "query_index_BT": torch.where(inside, starts.unsqueeze(1) + steps, starts.unsqueeze(1)),
-        "flat_index_N": inside.flatten().nonzero().squeeze(-1),
-        "last_index_B": starts + torch.tensor(lengths) - 1,
-    }
-    return ForwardBatch(**{name: tensor.to(device) for name, tensor in index.items()}, rounding=rounding)
+@dataclass(kw_only=True)
+class ForwardBatch(ABC):
+    """What both kinds of pass have: index tensors on the device, and who records the rounding, if anyone."""
+
+    token_ids_N: Tensor  # int64
+    positions_N: Tensor  # int64
+    slots_N: Tensor  # int64, where K and V are written; negative: nowhere
+    recorder: GuidanceRecorder | None = None
+
+    @abstractmethod
+    def attend(self, q_NHD: Tensor, k: KVPages, v: KVPages, *, scaling: float, window: int | None) -> Tensor:
+        """Attention output [N, H, D] in the dtype of `q_NHD`; K and V of the N tokens are in the pages already."""
+
+    @abstractmethod
+    def last(self, x_NC: Tensor) -> Tensor:
+        """Rows of the tokens whose logits are wanted, in the order of the sequences."""
 
 
-def decode_batch(
-    token_ids: list[int], positions: list[int], page_table_BP: Tensor, page_size: int, rounding: NearestRounding
-) -> ForwardBatch:
-    """Feed one token per sequence; `page_table_BP` int64 on the device, padded with any valid page."""
-    device = page_table_BP.device
-    length = max(positions) + 1
-    positions_N = torch.tensor(positions, device=device)
-    slots = page_table_BP.unsqueeze(-1) * page_size + torch.arange(page_size, device=device)
-    slots_BL = slots.flatten(1)[:, :length]
-    return ForwardBatch(
-        token_ids_N=torch.tensor(token_ids, device=device),
-        positions_N=positions_N,
-        write_slots_N=slots_BL.gather(1, positions_N.unsqueeze(1)).squeeze(1),
-        read_slots_BL=slots_BL,
-        query_index_BT=None,
-        flat_index_N=None,
-        last_index_B=None,
-        rounding=rounding,
-    )
+@dataclass(kw_only=True)
+class DecodeBatch(ForwardBatch):
+    """One token per sequence; rows with `seq_lens_B` 0 are empty seats."""
+
+    page_table_BW: Tensor  # int32
+    seq_lens_B: Tensor  # int32, the fed token included
+    max_len: int  # no sequence is longer
+    prefix: SharedPrefix | None = None
+
+    def attend(self, q_NHD: Tensor, k: KVPages, v: KVPages, *, scaling: float, window: int | None) -> Tensor:
+        if not (q_NHD.is_cuda and _kernel_takes(q_NHD, k)):
+            return self._attend_reference(q_NHD, k, v, scaling=scaling, window=window)
+        return decode_attention(
+            q_NHD,
+            k,
+            v,
+            self.page_table_BW,
+            self.seq_lens_B,
+            softmax_scale=scaling,
+            window=window,
+            max_len=self.max_len,
+            prefix=None if window else self.prefix,
+        )
+
+    def _attend_reference(self, q_NHD: Tensor, k: KVPages, v: KVPages, *, scaling: float, window: int | None) -> Tensor:
+        pages = (k.data, k.scale, k.outer, v.data, v.scale, v.outer)
+        fmt = "none" if k.fmt is None else k.fmt.name
+        index = (self.page_table_BW, self.seq_lens_B, None, None)
+        return decode_attention_reference(q_NHD, *pages, *index, fmt, scaling, window or 0, self.max_len, 0, 0)
+
+    def last(self, x_NC: Tensor) -> Tensor:
+        return x_NC
 
 
-def paged_attention(
-    q_NHD: Tensor, kv: PagedKV, layer: int, batch: ForwardBatch, *, scaling: float, window: int | None
-) -> Tensor:
-    """Attention of the fed tokens over everything their sequences hold in the cache, themselves included.
-
-    Args:
-        q_NHD: rotated queries.
-        kv: the cache; K and V of the fed tokens are already written.
-        layer: decoder layer index.
-        batch: whose tokens these are.
-        scaling: factor on the scores.
-        window: sliding window in tokens, or None.
-
-    Returns:
-        [N, H, D] in the cache's dtype.
-    """
-    k_BLKD, v_BLKD = kv.read(layer, batch.read_slots_BL)
-    q_BTHD = q_NHD.unsqueeze(1) if batch.query_index_BT is None else q_NHD[batch.query_index_BT]
-    positions_BT = (
-        batch.positions_N.unsqueeze(1) if batch.query_index_BT is None else batch.positions_N[batch.query_index_BT]
-    )
-    b, t, h, d = q_BTHD.shape
-    kv_heads = k_BLKD.shape[2]
-    # Heads of one group share K and V: fold them into the query rows instead of repeating K and V.
-    q = q_BTHD.to(k_BLKD.dtype).view(b, t, kv_heads, h // kv_heads, d).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    mask_BTL = _visible(positions_BT, k_BLKD.shape[1], window)
-    mask = mask_BTL.unsqueeze(1).repeat(1, h // kv_heads, 1, 1).flatten(1, 2).unsqueeze(1)
-    o = F.scaled_dot_product_attention(q, k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2), attn_mask=mask, scale=scaling)
-    o_BTHD = o.unflatten(2, (h // kv_heads, t)).permute(0, 3, 1, 2, 4).reshape(b * t, h, d)
-    return o_BTHD if batch.flat_index_N is None else o_BTHD[batch.flat_index_N]
+def _kernel_takes(q_NHD: Tensor, k: KVPages) -> bool:
+    """Whether the decode kernel serves these shapes; if not, says once what runs instead."""
+    fmt = "none" if k.fmt is None else k.fmt.name
+    reason = supports(q_NHD.shape[2], q_NHD.shape[1] // k.data.shape[1], fmt, k.page_size)
+    if reason is None and q_NHD.dtype == torch.float64:
+        reason = "FP64"
+    if reason is not None:
+        _say_once(reason)
+    return reason is None
 
 
-def _visible(positions_BT: Tensor, length: int, window: int | None) -> Tensor:
-    """Bool [B, T, L]: which cached positions a query at its own position may see."""
-    keys_L = torch.arange(length, device=positions_BT.device)
-    visible = keys_L <= positions_BT.unsqueeze(-1)
-    return visible if window is None else visible & (keys_L > positions_BT.unsqueeze(-1) - window)
+@functools.cache
+def _say_once(reason: str) -> None:
+    log.warning("decode attention runs as plain torch operators, many times slower than the kernel: %s", reason)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `start ... start + len(token_ids)` of a sequence whose earlier ones are in `pages` already."""
+
+    token_ids: list[int]
+    start: int
+    pages: list[int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Fed tokens and whole context."""
+        return len(self.token_ids), self.start + len(self.token_ids)
+
+
+@dataclass(kw_only=True)
+class PrefillBatch(ForwardBatch):
+    """Segments, sorted by shape; `runs` lists (fed, context, page table [B, W]) of each shape, in flat order."""
+
+    runs: list[tuple[int, int, Tensor]]
+    last_index_B: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        segments: Sequence[Segment],
+        page_size: int,
+        device: torch.device,
+        recorder: GuidanceRecorder | None = None,
+    ) -> PrefillBatch:
+        """From segments sorted by `shape`; their flat tokens lie in this order."""
+        assert [s.shape for s in segments] == sorted(s.shape for s in segments), "equal shapes must lie side by side"
+        positions = [torch.arange(s.start, s.shape[1]) for s in segments]
+        slots = [
+            torch.tensor(s.pages)[position // page_size] * page_size + position % page_size
+            for s, position in zip(segments, positions, strict=True)
+        ]
+        runs = []
+        for (fed, context), members in groupby(segments, key=lambda s: s.shape):
+            width = -(-context // page_size)
+            table = torch.tensor([s.pages[:width] for s in members], dtype=torch.int32, device=device)
+            runs.append((fed, context, table))
+        return cls(
+            token_ids_N=torch.tensor([token for s in segments for token in s.token_ids], device=device),
+            positions_N=torch.cat(positions).to(device),
+            slots_N=torch.cat(slots).to(device),
+            recorder=recorder,
+            runs=runs,
+            last_index_B=torch.tensor([len(s.token_ids) for s in segments], device=device).cumsum(0) - 1,
+        )
+
+    def attend(self, q_NHD: Tensor, k: KVPages, v: KVPages, *, scaling: float, window: int | None) -> Tensor:
+        out_NHD, begin = torch.empty_like(q_NHD), 0
+        for fed, context, table in self.runs:
+            end = begin + fed * len(table)
+            keys, values = (_context(pages, table, context, q_NHD.dtype) for pages in (k, v))
+            q = q_NHD[begin:end].unflatten(0, (-1, fed)).transpose(1, 2)
+            o = F.scaled_dot_product_attention(
+                q, keys, values, scale=scaling, enable_gqa=True, **_causal(fed, context, window, q.device)
+            )
+            out_NHD[begin:end] = o.transpose(1, 2).flatten(0, 1)
+            begin = end
+        return out_NHD
+
+    def last(self, x_NC: Tensor) -> Tensor:
+        return x_NC[self.last_index_B]
+
+
+def _causal(fed: int, context: int, window: int | None, device: torch.device) -> dict[str, Any]:
+    """The mask argument of torch's attention for the last `fed` of `context` positions."""
+    if window is not None and window < context:
+        query = torch.arange(context - fed, context, device=device).unsqueeze(1)
+        key = torch.arange(context, device=device)
+        return {"attn_mask": (key <= query) & (key > query - window)}
+    return {"is_causal": True} if fed == context else {"attn_mask": causal_lower_right(fed, context)}
+
+
+def _context(pages: KVPages, table_BW: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Dequantised K or V of the first `length` positions of each sequence, [B, K, length, D]."""
+    lengths = torch.full((len(table_BW),), length, dtype=torch.int32, device=table_BW.device)
+    starts = torch.arange(len(table_BW), device=table_BW.device) * length
+    x_NKD = gather_pages(pages, table_BW, lengths, starts, total=len(table_BW) * length, dtype=dtype)
+    return x_NKD.unflatten(0, (-1, length)).transpose(1, 2)

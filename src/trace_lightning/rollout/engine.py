@@ -1,21 +1,18 @@
 """`LocalEngine`: the library's own rollout engine, on the device of the policy.
 
     load_weights   masters -> packed FP4 snapshot, in place; K/V outer scales renewed; the version moves last
-    generate       admit and prefill groups | start samples | decode one token for all | retire finished ones
+    generate       admit and prefill groups | start samples | decode | retire finished ones (generation.py)
 
-One decode step: pages -> slots, decoder forward, FP32 logits, counter-based sampling, one transfer of the drawn tokens
-to the host for the stop checks. Everything numerical is the trainer's own code: the quantisers, the K/V scales, the
-log-softmax at the sampling temperature.
-
-What was left out here: Triton kernels and CUDA graphs. Every op is plain torch, on CPU and GPU alike (the `reference`
-path).
+Everything numerical is the trainer's own definition: the quantisers, the K/V scales, the log-softmax at the sampling
+temperature. On a GPU every step runs Triton kernels, and a decode step is one replay of a CUDA graph (graphs.py); on a
+CPU the same forward pass runs the kernels' torch references.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Hashable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,10 +23,14 @@ from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.quantization.guidance import GuidanceRecorder
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
-from trace_lightning.rollout.decoder import FUSED_FAMILIES, Decoder, FusedDecoder
+from trace_lightning.rollout.decode_state import DecodeState, StateShape
+from trace_lightning.rollout.decoder import Decoder
+from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES, FusedDecoder
 from trace_lightning.rollout.generation import GenerationRun
+from trace_lightning.rollout.graphs import GraphCache, row_bucket
 from trace_lightning.rollout.hf_decoder import HFDecoder
 from trace_lightning.rollout.kv_pool import PagedKV, PagePool
+from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS, PrefixTable
 from trace_lightning.rollout.scheduler import Group, Scheduler
 from trace_lightning.rollout.verify import check_decoder
 from trace_lightning.types import Prompt, QuantRecipe, SamplingParams
@@ -42,28 +43,36 @@ class LocalEngine(RolloutEngine):
 
     Args:
         max_num_seqs: sequences that decode side by side.
-        page_size: tokens per KV page.
+        page_size: tokens per KV page; the GPU's kernels want a power of two from 16 to 256.
         kv_cache_tokens: size of the cache; default: what one `generate` needs, bounded by `memory_fraction`.
         memory_fraction: on a GPU, the share of free memory the cache may take.
         prefill_tokens: prompt tokens per prefill pass.
         decoder: `auto` takes the fused decoder for the families it knows and transformers' modules otherwise.
         verify: compare the decoder with the policy's own forward once, when weights are first loaded.
+        cuda_graphs: on a GPU, replay decode steps from graphs. Steps whose rounding is recorded run without.
+        decode_window: on a GPU, decode steps between two looks at which sequences have ended.
+        keep_snapshot: keep the quantised weights, the cache and the graphs between rollouts; off, their memory is the
+            trainer's until the next sync, which then builds them anew.
     """
 
     def __init__(
         self,
         max_num_seqs: int = 512,
-        page_size: int = 16,
+        page_size: int = 64,
         kv_cache_tokens: int | None = None,
         memory_fraction: float = 0.4,
         prefill_tokens: int = 8192,
         decoder: Literal["auto", "fused", "hf"] = "auto",
         verify: bool = True,
+        cuda_graphs: bool = True,
+        decode_window: int = 8,
+        keep_snapshot: bool = True,
     ) -> None:
         for name, value in {
             "max_num_seqs": max_num_seqs,
             "page_size": page_size,
             "prefill_tokens": prefill_tokens,
+            "decode_window": decode_window,
         }.items():
             if value < 1:
                 raise ValueError(f"engine.{name}={value} must be at least 1")
@@ -78,9 +87,14 @@ class LocalEngine(RolloutEngine):
         self.max_num_seqs, self.page_size, self.kv_cache_tokens = max_num_seqs, page_size, kv_cache_tokens
         self.memory_fraction, self.prefill_tokens = memory_fraction, prefill_tokens
         self.decoder_kind, self.verify = decoder, verify
+        self.cuda_graphs, self.decode_window, self.keep_snapshot = cuda_graphs, decode_window, keep_snapshot
         self._version = -1
         self._decoder: Decoder | None = None
         self._kv: PagedKV | None = None
+        self._state: DecodeState | None = None
+        self._prefixes: PrefixTable | None = None
+        self._graphs, self._sync_graph = GraphCache(), GraphCache()
+        self._sync_key: Hashable = None
 
     @property
     def policy_version(self) -> int:
@@ -100,18 +114,27 @@ class LocalEngine(RolloutEngine):
             raise ValueError(
                 f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}: use auto"
             )
-        fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
-        if not fused:
+        self._fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
+        if not self._fused:
             log.info("rollouts of %s run through transformers' modules (slower)", policy.config.model_type)
         self.recipe, self.dtype, self._policy = recipe, dtype, policy
-        self._version = -1
         self.device = next(policy.parameters()).device
         self.tokenizer, self.eos = tokenizer, eos_token_ids(policy, tokenizer)
-        self._decoder = (FusedDecoder if fused else HFDecoder)(policy, recipe, dtype)
         self._stop_cache: dict[str, set[int]] = {}
-        self._verified = not self.verify
-        self._kv = None
+        self._verified, self._timed = not self.verify, False
+        self.release()
+        self._build()
         self.guidance_keys = self._guidance_keys(policy)
+
+    def _build(self) -> None:
+        self._decoder = (FusedDecoder if self._fused else HFDecoder)(self._policy, self.recipe, self.dtype)
+
+    def release(self) -> None:
+        """Give back all memory: weights, cache and graphs. The next `load_weights` makes them anew."""
+        self._graphs.clear()
+        self._sync_graph.clear()
+        self._decoder = self._kv = self._state = self._prefixes = None
+        self._version = -1
 
     def _guidance_keys(self, policy: PreTrainedModel) -> set[tuple[int, str]]:
         """The (layer, site) pairs that guidance covers and that this model has."""
@@ -131,14 +154,38 @@ class LocalEngine(RolloutEngine):
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         tensors = {name: tensor.detach() for name, tensor in weights}
+        if self._decoder is None:
+            self._build()
+            self._timed = False
         if not self._verified:
             self.decoder.load_weights(tensors.items(), quantize=False)
             check_decoder(self.decoder, self._policy, self.dtype)
             self._verified = True
-        self.decoder.load_weights(tensors.items())
-        if self._kv is not None:
-            self._renew_outer(self._kv)
+        self._copy_weights(tensors)
+        if not self._timed:
+            choices = self.decoder.find_crossover()
+            if choices:
+                log.info("matmuls read packed weights for few rows and BF16 copies for more: %s", choices)
+            self._timed = True
         self._version = version
+
+    def _copy_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Masters to snapshot, and K/V outer scales to the cache: over a thousand launches, so a graph on a GPU."""
+
+        def copy() -> None:
+            self.decoder.load_weights(tensors.items())
+            if self._kv is not None:
+                self._renew_outer(self._kv)
+
+        if not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
+            copy()
+            return
+        masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in tensors.items())
+        key = (masters, None if self._kv is None else self._kv.layers[0][0].data.data_ptr())
+        if key != self._sync_key:
+            self._sync_graph.clear()  # the masters or the cache have moved
+            self._sync_key = key
+        self._sync_graph.run(key, copy)
 
     def _renew_outer(self, kv: PagedKV) -> None:
         for layer in range(len(kv.layers)):
@@ -168,6 +215,7 @@ class LocalEngine(RolloutEngine):
             if self._kv.num_pages * self.page_size >= wanted or self.kv_cache_tokens:
                 return PagePool(self._kv.num_pages, self.page_size)
             self._kv = None  # free the smaller one first
+            self._graphs.clear()
         if self.device.type == "cuda" and not self.kv_cache_tokens:
             per_token = self._new_kv(self.decoder.kv_formats, self.page_size).nbytes / self.page_size
             free = torch.cuda.mem_get_info(self.device)[0]
@@ -176,15 +224,38 @@ class LocalEngine(RolloutEngine):
         self._renew_outer(self._kv)
         return PagePool(self._kv.num_pages, self.page_size)
 
-    def _check_context(self, prompts: list[Prompt], params: SamplingParams) -> None:
-        """Refuse positions that the model does not have: learned ones would fail later, rotary ones be wrong."""
-        limit = getattr(self._policy.config, "max_position_embeddings", None)
+    def _context_limit(self, prompts: list[Prompt], params: SamplingParams) -> int | None:
+        """The number of positions the model has, if completions may be cut there; else None.
+
+        Learned positions would fail beyond it, and rotary ones would be angles that were never trained.
+
+        Raises:
+            ValueError: if a completion could pass the limit and `params` do not say to cut it, or a prompt fills it.
+        """
+        limit: int | None = getattr(self._policy.config, "max_position_embeddings", None)
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        if limit is not None and longest + params.max_new_tokens > limit:
+        if limit is None or longest + params.max_new_tokens <= limit:
+            return None
+        if params.beyond_context == "error" or longest >= limit:
             raise ValueError(
                 f"a prompt of {longest} and max_new_tokens={params.max_new_tokens} exceed the context of "
-                f"{type(self._policy).__name__}, {limit} tokens. Lower sampling.max_new_tokens or limit the prompts."
+                f"{type(self._policy).__name__}, {limit} tokens. Lower sampling.max_new_tokens, limit the prompts, or "
+                "let completions end there (sampling.beyond_context=cut)."
             )
+        return limit
+
+    def _reserve_state(self, prompts: list[Prompt], params: SamplingParams, num_samples: int) -> DecodeState:
+        """Rows for the sequences of this call; kept from call to call while large enough."""
+        longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
+        support = params.record_support if params.truncated else 0
+        rows = row_bucket(min(len(prompts) * num_samples, self.max_num_seqs))
+        shape = StateShape(rows, -(-longest // self.page_size), params.max_new_tokens, support)
+        if self._state is None or not self._state.shape.holds(shape):
+            self._graphs.clear()
+            self._state = None
+            embedding: Any = self._policy.get_input_embeddings()
+            self._state = DecodeState(shape, embedding.weight.shape[0], self.device)
+        return self._state
 
     def _stop_ids(self, params: SamplingParams) -> set[int]:
         ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos)
@@ -216,20 +287,67 @@ class LocalEngine(RolloutEngine):
         for prompt in prompts:
             if not prompt.token_ids:
                 raise ValueError(f"prompt {prompt.uid} is empty: there is nothing to condition on")
-        self._check_context(prompts, params)
-        pool = self._reserve_cache(prompts, params, num_samples)
+        limit, stop_ids = self._context_limit(prompts, params), self._stop_ids(params)
+        pool, state = (
+            self._reserve_cache(prompts, params, num_samples),
+            self._reserve_state(prompts, params, num_samples),
+        )
         assert self._kv is not None
-        recorder = None
-        if record_guidance and self.guidance_keys:
-            store = torch.device("cpu") if self.recipe.guidance.store == "host" else self.device
-            recorder = GuidanceRecorder(self.recipe.guidance, self.guidance_keys, store)
-        run = GenerationRun(self.decoder, self._kv, params, self._stop_ids(params), recorder, self._version)
-        audited = self.recipe.guidance.audit_sequences if recorder else 0
-        # One sample of each prompt first, then a second of each, and so on.
-        shares = [len(range(i, audited, len(prompts))) for i in range(len(prompts))]
-        groups = [Group(prompt, i, num_samples, shares[i]) for i, prompt in enumerate(prompts)]
-        scheduler = Scheduler(groups, pool, max_num_seqs=self.max_num_seqs, max_new_tokens=params.max_new_tokens)
-        generation = run.run(scheduler, self.prefill_tokens, progress)
+        state.reset(seed=params.seed, stop_ids=stop_ids)
+        recorder = self._recorder() if record_guidance else None
+        graphs = self._graphs_for(state, recorder)
+        run = GenerationRun(
+            decoder=self.decoder,
+            kv=self._kv,
+            state=state,
+            scheduler=Scheduler(
+                self._groups(prompts, num_samples, audited=recorder is not None),
+                pool,
+                max_num_seqs=self.max_num_seqs,
+                max_new_tokens=params.max_new_tokens,
+            ),
+            params=params,
+            policy_version=self._version,
+            prefill_tokens=self.prefill_tokens,
+            context_limit=limit,
+            recorder=recorder,
+            graphs=graphs,
+            window=1 if graphs is None else self.decode_window,
+            prefixes=self._prefix_table(prompts, num_samples, state),
+        )
+        generation = run.run(progress)
         for completion in generation.completions:
             completion.text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        if not self.keep_snapshot:
+            self.release()
         return generation
+
+    def _recorder(self) -> GuidanceRecorder | None:
+        if not self.guidance_keys:
+            return None
+        store = torch.device("cpu") if self.recipe.guidance.store == "host" else self.device
+        return GuidanceRecorder(self.recipe.guidance, self.guidance_keys, store)
+
+    def _groups(self, prompts: list[Prompt], num_samples: int, *, audited: bool) -> list[Group]:
+        """One group per prompt; audited are one sample of each prompt first, then a second of each, and so on."""
+        total = self.recipe.guidance.audit_sequences if audited else 0
+        shares = [len(range(i, total, len(prompts))) for i in range(len(prompts))]
+        return [Group(prompt, i, num_samples, shares[i]) for i, prompt in enumerate(prompts)]
+
+    def _graphs_for(self, state: DecodeState, recorder: GuidanceRecorder | None) -> GraphCache | None:
+        """The graphs, where a decode step can be captured at all."""
+        static = self.decoder.prepare(state.capacity(self.page_size))
+        usable = self.cuda_graphs and self.device.type == "cuda" and static and recorder is None
+        return self._graphs if usable else None
+
+    def _prefix_table(self, prompts: list[Prompt], num_samples: int, state: DecodeState) -> PrefixTable | None:
+        """A table of shared prompts, where sharing them in the decode kernel pays."""
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if num_samples == 1 or longest < MIN_SHARED_TOKENS or self.device.type != "cuda" or not self._fused:
+            return None
+        key = (state.shape.rows, num_samples)
+        if self._prefixes is None or self._prefixes.group_rows.shape != key:
+            self._graphs.clear()
+            self._prefixes = PrefixTable(*key, self.page_size, self.device)
+        self._prefixes.dirty = True
+        return self._prefixes

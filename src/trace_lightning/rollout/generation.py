@@ -1,125 +1,265 @@
-"""One call of `generate`: the loop that prefills, starts, decodes and retires until every sample is done."""
+"""One call of `generate`: the loop that prefills, starts, decodes and retires until every sample is done.
+
+    admit      prompts of new groups, in passes of `prefill_tokens`; a long prompt takes several
+    start      the first token of each sample, from its group's logits
+    decode     `window` steps without looking at what came out; on a GPU, replays of a graph
+    retire     read which sequences ended, fetch what they drew, free their pages, close the gaps in the rows
+
+The host waits for the device once per window, to read the status of the rows.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trace_lightning.quantization.guidance import GuidanceRecorder
-from trace_lightning.quantization.rounding import NearestRounding
 from trace_lightning.rollout.base import Generation, Progress
-from trace_lightning.rollout.batch import decode_batch, prefill_batch
+from trace_lightning.rollout.batch import PrefillBatch, Segment
+from trace_lightning.rollout.decode_state import EMPTY, LENGTH, RUNNING, DecodeState
+from trace_lightning.rollout.decode_step import decode_step, draw
 from trace_lightning.rollout.decoder import Decoder
+from trace_lightning.rollout.graphs import GraphCache, length_bucket, row_bucket
 from trace_lightning.rollout.kv_pool import PagedKV
-from trace_lightning.rollout.sampler import sample
-from trace_lightning.rollout.scheduler import Group, Scheduler, Sequence
+from trace_lightning.rollout.prefixes import PrefixTable
+from trace_lightning.rollout.scheduler import Group, Scheduler, Sequence, rows_of
 from trace_lightning.types import Completion, SamplingParams
 
 
+@dataclass(kw_only=True)
 class GenerationRun:
     """State of one `generate`: what is drawn, from which snapshot, and what is recorded on the way."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: PagedKV,
-        params: SamplingParams,
-        stop_ids: set[int],
-        recorder: GuidanceRecorder | None,
-        policy_version: int,
-    ) -> None:
-        self.decoder, self.kv, self.params, self.stop_ids = decoder, kv, params, stop_ids
-        self.recorder, self.rounding = recorder, NearestRounding(recorder)
-        self.policy_version = policy_version
-        self._page_table: Tensor | None = None
-        self._table_of: list[Sequence] = []
+    decoder: Decoder
+    kv: PagedKV
+    state: DecodeState
+    scheduler: Scheduler
+    params: SamplingParams
+    policy_version: int
+    prefill_tokens: int
+    context_limit: int | None
+    recorder: GuidanceRecorder | None = None
+    graphs: GraphCache | None = None  # None: every step runs as it is
+    window: int = 1  # decode steps between two looks at the status
+    prefixes: PrefixTable | None = None
 
-    def run(self, scheduler: Scheduler, prefill_tokens: int, progress: Progress | None) -> Generation:
+    def run(self, progress: Progress | None) -> Generation:
         """Run until the scheduler has no work left; completions come back prompt by prompt."""
-        total = sum(group.num_samples for group in scheduler.waiting)
-        num_samples = scheduler.waiting[0].num_samples
+        waiting = self.scheduler.waiting
+        total, num_samples = sum(group.num_samples for group in waiting), waiting[0].num_samples
         done: dict[int, Completion] = {}
-        prefill_seconds, begin = 0.0, time.perf_counter()
-        while scheduler.has_work:
-            before = time.perf_counter()
-            while groups := scheduler.admit(prefill_tokens):
-                self._prefill(groups)
-            started, copies = scheduler.start()
-            self.kv.copy_pages(copies)
-            if started:
-                self._draw(started, torch.stack([_first_logits(s.group) for s in started]))
-            prefill_seconds += time.perf_counter() - before
-            for sequence in scheduler.retire():
-                done[sequence.group.index * num_samples + sequence.sample] = self._completion(sequence)
-            assert started or scheduler.running, "work is left, but no sequence can start: pages are missing"
-            if scheduler.running:
-                self._decode(scheduler.running)
-            for sequence in scheduler.retire():
+        self.num_steps, self.prefill_seconds, begin = 0, 0.0, time.perf_counter()
+        while self.scheduler.has_work:
+            ended = self._retire() if self._start() else []
+            if self.scheduler.running:
+                self._decode()
+                ended += self._retire()
+            for sequence in ended:
                 done[sequence.group.index * num_samples + sequence.sample] = self._completion(sequence)
             if progress is not None:
                 progress(len(done), total)
+        seconds = time.perf_counter() - begin
         completions = [done[i] for i in range(total)]
         stats = {
-            "seconds": time.perf_counter() - begin,
-            "prefill_seconds": prefill_seconds,
+            "seconds": seconds,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": seconds - self.prefill_seconds,
+            "decode_steps": float(self.num_steps),
             "generated_tokens": float(sum(len(c.token_ids) for c in completions)),
+            "preempted": float(self.scheduler.num_preempted),
         }
         record = None if self.recorder is None else self.recorder.finish(self.policy_version)
         return Generation(completions=completions, guidance=record, stats=stats)
 
+    def _start(self) -> bool:
+        """Prefill what fits and draw the first token of every sample that finds a seat; whether any did."""
+        begin = time.perf_counter()
+        before = len(self.scheduler.running)
+        groups = self.scheduler.admit()
+        self._prefill(groups)
+        started, copies = self.scheduler.start()
+        self.kv.copy_pages(copies)
+        if started:
+            self._seat(started, before)
+            logits = torch.stack([_first_logits(sequence) for sequence in started])
+            draw(self.state, self.params, before, before + len(started), logits)
+            for sequence in started:
+                sequence.num_drawn, sequence.first_logits = sequence.num_drawn + 1, None
+            if self.kv.device.type == "cuda":
+                torch.cuda.synchronize(self.kv.device)
+            self.prefill_seconds += time.perf_counter() - begin
+        assert self.scheduler.running, "work is left, but no sequence can start: pages are missing"
+        return bool(started)
+
     def _prefill(self, groups: list[Group]) -> None:
-        ids = [group.prompt.token_ids for group in groups]
-        if self.recorder is not None:
-            audited = torch.tensor([group.audited_samples > 0 for group in groups for _ in group.prompt.token_ids])
-            rows = self.recorder.begin(audited).split([len(row) for row in ids])
-            for group, part in zip(groups, rows, strict=True):
-                group.rows = part
-        pages = [group.pages for group in groups]
-        batch = prefill_batch(ids, pages, self.kv.page_size, self.kv.device, self.rounding)
-        logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
-        for group, row in zip(groups, logits, strict=True):
-            group.first_logits = row
+        for passed in self._passes(groups):
+            passed.sort(key=lambda item: item[1].shape)
+            recorder = self.recorder
+            if recorder is not None:
+                audited = [torch.full((len(s.token_ids),), group.audited_samples > 0) for group, s in passed]
+                rows = recorder.begin(torch.cat(audited)).split([len(part) for part in audited])
+                for (group, _), part in zip(passed, rows, strict=True):
+                    group.rows.append(part)
+            segments = [segment for _, segment in passed]
+            batch = PrefillBatch.of(segments, self.kv.page_size, self.kv.device, recorder)
+            logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+            for (group, segment), row in zip(passed, logits, strict=True):
+                group.prefilled = segment.shape[1]
+                group.first_logits = row
 
-    def _decode(self, running: list[Sequence]) -> None:
+    def _passes(self, groups: list[Group]) -> Iterator[list[tuple[Group, Segment]]]:
+        """Cut the prompts into passes of at most `prefill_tokens` tokens; a group's parts come in order."""
+        current: list[tuple[Group, Segment]] = []
+        room = self.prefill_tokens
+        for group in groups:
+            ids, start = group.token_ids, 0
+            while start < len(ids):
+                if room == 0 or (start == 0 and current and len(ids) > room):
+                    yield current
+                    current, room = [], self.prefill_tokens
+                part = ids[start : start + room]
+                current.append((group, Segment(part, start, group.pages)))
+                start, room = start + len(part), room - len(part)
+                if start < len(ids):  # the next part needs this one's K and V
+                    yield current
+                    current, room = [], self.prefill_tokens
+        if current:
+            yield current
+
+    def _seat(self, started: list[Sequence], first: int) -> None:
+        """Fill the rows `first ...` for sequences that begin, or that come back after a preemption."""
+        state, device = self.state, self.kv.device
+        rows = slice(first, first + len(started))
+
+        def column(values: list[Any]) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        state.uid[rows] = column([s.group.prompt.uid for s in started])
+        state.sample[rows] = column([s.sample for s in started])
+        state.position[rows] = column([s.position for s in started])
+        state.count[rows] = column([s.num_drawn for s in started])
+        state.limit[rows] = column([self._limit(s) for s in started])
+        state.status[rows] = RUNNING
+        width = max(len(s.pages) for s in started) or 1
+        state.page_table[rows, :width] = column([s.pages + [0] * (width - len(s.pages)) for s in started]).int()
+        for row, sequence in enumerate(started, first):
+            if sequence.token_ids:
+                state.restore(row, sequence.token_ids, sequence.logprobs, sequence.support)
+        if self.prefixes is not None:
+            self.prefixes.dirty = True
+
+    def _limit(self, sequence: Sequence) -> int:
+        limit = self.params.max_new_tokens
+        return limit if self.context_limit is None else min(limit, self.context_limit - sequence.prompt_length)
+
+    def _decode(self) -> None:
+        self._grow()
+        running = self.scheduler.running
+        if not running:
+            return
+        rows = len(running) if self.graphs is None else row_bucket(len(running))
+        rows = min(rows, self.state.shape.rows)
+        longest = max(sequence.position for sequence in running) + self.window
         if self.recorder is not None:
-            rows = self.recorder.begin(torch.tensor([sequence.audited for sequence in running]))
-            for sequence, row in zip(running, rows, strict=True):
+            for sequence, row in zip(running, self.recorder.begin(_audited(running)), strict=True):
                 sequence.rows.append(row)
-        last = [sequence.token_ids[-1] for sequence in running]
-        positions = [sequence.position for sequence in running]
-        batch = decode_batch(last, positions, self._pages_of(running), self.kv.page_size, self.rounding)
-        self._draw(running, self.decoder.logits(self.decoder.forward(batch, self.kv)))
-
-    def _pages_of(self, running: list[Sequence]) -> Tensor:
-        if self._page_table is None or running != self._table_of:
-            longest = max(len(sequence.pages) for sequence in running)
-            table = [s.pages + [s.pages[0]] * (longest - len(s.pages)) for s in running]
-            self._page_table, self._table_of = torch.tensor(table, device=self.kv.device), list(running)
-        return self._page_table
-
-    def _draw(self, sequences: list[Sequence], logits_BV: Tensor) -> None:
-        counters = (
-            torch.tensor(values, device=logits_BV.device)
-            for values in (
-                [sequence.group.prompt.uid for sequence in sequences],
-                [sequence.sample for sequence in sequences],
-                [sequence.position + 1 for sequence in sequences],
-            )
+        if self.prefixes is not None:
+            self.prefixes.update(running)
+        shared = 0 if self.prefixes is None else self.prefixes.max_prefix_len
+        max_len = (
+            longest if self.graphs is None else min(length_bucket(longest), self.state.capacity(self.kv.page_size))
         )
-        drawn = sample(logits_BV, self.params, *counters)
-        support = None if drawn.support_ids is None else drawn.support_ids.cpu()
-        pairs = zip(drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True)
-        for i, (sequence, (token, logprob)) in enumerate(zip(sequences, pairs, strict=True)):
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
-            if support is not None:
-                sequence.support.append(support[i])
-            if token in self.stop_ids:
-                sequence.finish_reason = "stop"
-            elif len(sequence.token_ids) >= self.params.max_new_tokens:
-                sequence.finish_reason = "length"
+        key = (rows, max_len, shared, self.params.distribution)
+
+        def step() -> None:
+            shared_pages = None if self.prefixes is None else self.prefixes.head(rows)
+            decode_step(
+                *(self.decoder, self.kv, self.state, self.params),
+                rows=rows,
+                max_len=max_len,
+                prefix=shared_pages,
+                recorder=self.recorder,
+            )
+
+        for _ in range(self.window):
+            if self.graphs is None:
+                step()
+            else:
+                self.graphs.run(key, step)
+        self.num_steps += self.window
+
+    def _grow(self) -> None:
+        """Pages for the next window; where they run out, the youngest sequences give way."""
+        scheduler = self.scheduler
+        held = [len(sequence.pages) for sequence in scheduler.running]
+        before = list(scheduler.running)
+        preempted = scheduler.grow(self.window)
+        if preempted:
+            first = len(scheduler.running)
+            # The youngest hold the last rows.
+            assert before[first:] == preempted[::-1]
+            self._fetch(preempted, [before.index(sequence) for sequence in preempted])
+            self.state.status[first : len(before)] = EMPTY
+            scheduler.requeue(preempted)
+            if self.prefixes is not None:
+                self.prefixes.dirty = True
+        new = [
+            (row, column, page)
+            for row, (sequence, old) in enumerate(zip(scheduler.running, held, strict=False))
+            for column, page in enumerate(sequence.pages[old:], old)
+        ]
+        if new:
+            row, column, page = torch.tensor(new, device=self.kv.device).unbind(1)
+            self.state.page_table[row, column] = page.int()
+
+    def _retire(self) -> list[Sequence]:
+        """Sequences that ended; their rows are closed up."""
+        running = list(self.scheduler.running)
+        status, count = torch.stack((self.state.status, self.state.count))[:, : len(running)].tolist()
+        for sequence, code, drawn in zip(running, status, count, strict=True):
+            sequence.num_drawn = drawn
+            if code != RUNNING:
+                sequence.finish_reason = "length" if code == LENGTH else "stop"
+        done = [row for row, sequence in enumerate(running) if sequence.finish_reason]
+        if not done:
+            return []
+        self._fetch([running[row] for row in done], done)
+        retired = self.scheduler.retire()
+        self._close_gaps(running, done)
+        if self.prefixes is not None:
+            self.prefixes.dirty = True
+        return retired
+
+    def _close_gaps(self, running: list[Sequence], done: list[int]) -> None:
+        """Move the last rows into the freed ones, and the scheduler's list with them."""
+        kept = len(running) - len(done)
+        free = [row for row in done if row < kept]
+        ended = set(done)
+        last = [row for row in range(kept, len(running)) if row not in ended]
+        self.state.status[torch.tensor(done, device=self.kv.device)] = EMPTY
+        if last:
+            self.state.move(last, free)
+        order = running[:kept]
+        for source, target in zip(last, free, strict=True):
+            order[target] = running[source]
+        self.scheduler.running = order
+
+    def _fetch(self, sequences: list[Sequence], rows: list[int]) -> None:
+        """Copy what the sequences drew from the device."""
+        index = torch.tensor(rows, device=self.kv.device)
+        longest = max(sequence.num_drawn for sequence in sequences)
+        tokens = self.state.tokens[index, :longest].tolist()
+        logprobs = self.state.logprobs[index, :longest].tolist()
+        support = None if self.state.support is None else self.state.support[index, :longest].cpu().long()
+        for i, sequence in enumerate(sequences):
+            sequence.token_ids = tokens[i][: sequence.num_drawn]
+            sequence.logprobs = logprobs[i][: sequence.num_drawn]
+            sequence.support = None if support is None else support[i, : sequence.num_drawn]
 
     def _completion(self, sequence: Sequence) -> Completion:
         return Completion(
@@ -127,11 +267,17 @@ class GenerationRun:
             logprobs=sequence.logprobs,
             finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
             policy_version=self.policy_version,
-            guidance_rows=sequence.all_rows(),
-            support_ids=torch.stack(sequence.support) if sequence.support else None,
+            guidance_rows=rows_of(sequence),
+            support_ids=sequence.support,
         )
 
 
-def _first_logits(group: Group) -> Tensor:
-    assert group.first_logits is not None, "a group is opened only after its prefill"
-    return group.first_logits
+def _audited(running: list[Sequence]) -> Tensor:
+    return torch.tensor([sequence.audited for sequence in running])
+
+
+def _first_logits(sequence: Sequence) -> Tensor:
+    """Logits after the tokens a sequence starts from, kept by the group that was prefilled for it."""
+    logits = sequence.first_logits
+    assert logits is not None, "a sequence starts only after its prefill"
+    return logits

@@ -25,7 +25,7 @@ from trace_lightning.models.policy import logits_head
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
 from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
 from trace_lightning.quantization.rounding import NearestRounding
-from trace_lightning.rollout.batch import ForwardBatch, paged_attention
+from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.decoder import Decoder, check_names
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.types import QuantRecipe
@@ -35,7 +35,7 @@ class _EngineRounding(NearestRounding):
     """Rounds like the batch's own rounding, and answers the attention calls of one forward pass."""
 
     def __init__(self, decoder: HFDecoder, batch: ForwardBatch, kv: PagedKV) -> None:
-        super().__init__(batch.rounding.recorder)
+        super().__init__(batch.recorder)
         self.decoder, self.batch, self.kv, self.calls = decoder, batch, kv, 0
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -51,9 +51,10 @@ class _EngineRounding(NearestRounding):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.decoder.kv_formats[layer] is not None and self.decoder.rotated:
             q, k = rotate(q), rotate(k)
-        self.kv.write(layer, self.batch.write_slots_N, k, v, self)
+        self.kv.write(layer, self.batch.slots_N, k, v, self)
         scaling, window = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("sliding_window")
-        return paged_attention(q, self.kv, layer, self.batch, scaling=scaling, window=window).unsqueeze(0)
+        pages = self.kv.layers[layer]
+        return self.batch.attend(q.to(self.kv.dtype), *pages, scaling=scaling, window=window).unsqueeze(0)
 
 
 class HFDecoder(Decoder):
@@ -134,12 +135,11 @@ class HFDecoder(Decoder):
                 f"{type(self.model).__name__} called the registered attention {context.calls} times for "
                 f"{len(self.attentions)} layers, so it cannot run over a paged KV cache"
             )
-        hidden = output.last_hidden_state[0]
-        return hidden if batch.last_index_B is None else hidden[batch.last_index_B]
+        return batch.last(output.last_hidden_state[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         with self._autocast():
-            return self._head(hidden).float()
+            return self._head(hidden)
 
     def _autocast(self) -> torch.autocast:
         parameter = next(self.model.parameters())

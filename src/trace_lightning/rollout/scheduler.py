@@ -1,9 +1,12 @@
 """Which sequences run now: continuous batching over a page pool, with each group's prompt prefilled once.
 
-    waiting groups --admit: prompt pages, prefill once--> open groups --start: own pages--> running --finish--> done
+    waiting groups --admit: prompt pages, prefill once--> open groups --start--> running --finish--> done
+                   <------ reclaim: pages have run out ------'  <----'
 
-A sequence reserves the pages of its longest possible completion when it starts, so nothing is ever preempted and a
-run of `generate` needs no recovery; in exchange fewer sequences run side by side than pages would allow on average.
+Pages are taken as a sequence grows, not reserved for its longest possible end, so as many sequences run side by side as
+really fit. When the pool runs dry, the last in line give their pages back: prefilled groups that wait for a seat
+first, then the last of the running. Nothing that was drawn is lost: a preempted sequence comes back as a group of its
+own whose prompt is all its tokens so far, is prefilled again, and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -20,58 +23,77 @@ from trace_lightning.types import Prompt
 
 @dataclass(eq=False)
 class Group:
-    """A prompt and the samples still to be drawn from it."""
+    """A prompt and the samples still to be drawn from it; or, with `resumes`, a preempted sequence."""
 
     prompt: Prompt
     index: int
     num_samples: int
     audited_samples: int  # full codes are recorded for so many of its samples, and for its prompt if any
+    resumes: Sequence | None = None
     pages: list[int] = field(default_factory=list)
     started: int = 0
-    first_logits: Tensor | None = None  # FP32 [V], after the prompt
-    rows: Tensor | None = None  # guidance rows of the prompt's tokens
+    prefilled: int = 0  # tokens that are in the pages
+    first_logits: Tensor | None = None  # [V], after the last token
+    rows: list[Tensor] = field(default_factory=list)  # guidance rows of the prefilled tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What is prefilled: the prompt, and what a preempted sequence had drawn."""
+        return self.prompt.token_ids + (self.resumes.token_ids if self.resumes else [])
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_samples - self.started
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making. `pages` covers prompt and completion; the first ones are shared."""
+    """One completion in the making. `pages` covers prompt and completion; the first ones may be shared.
+
+    `num_drawn` is kept up by the generation loop. What was drawn lies on the device; `token_ids`, `logprobs` and
+    `support` are filled when the sequence ends or is preempted.
+    """
 
     group: Group
     sample: int
     pages: list[int]
+    num_drawn: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    support: Tensor | None = None
     rows: list[Tensor] = field(default_factory=list)
-    support: list[Tensor] = field(default_factory=list)
+    was_preempted: bool = False
+    first_logits: Tensor | None = None  # [V], what its next token is drawn from, until it is
     finish_reason: str = ""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.group.prompt.token_ids)
 
     @property
     def position(self) -> int:
         """Position of the last drawn token, which is fed next."""
-        return len(self.group.prompt.token_ids) + len(self.token_ids) - 1
+        return self.prompt_length + self.num_drawn - 1
 
     @property
     def audited(self) -> bool:
         return self.sample < self.group.audited_samples
 
-    def all_rows(self) -> Tensor | None:
-        if self.group.rows is None:
-            return None
-        return torch.cat([self.group.rows, *(row.reshape(1) for row in self.rows)])
-
 
 class Scheduler:
-    """Admits, starts and finishes sequences under the page budget."""
+    """Admits, starts, grows and finishes sequences under the page budget."""
 
     def __init__(self, groups: list[Group], pool: PagePool, *, max_num_seqs: int, max_new_tokens: int) -> None:
         self.pool, self.max_num_seqs, self.max_new_tokens = pool, max_num_seqs, max_new_tokens
         self.waiting, self.open = deque(groups), deque[Group]()
         self.running: list[Sequence] = []
+        self.num_preempted = 0
         for group in groups:
             self._check_fits(len(group.prompt.token_ids))
 
     def _check_fits(self, prompt_length: int) -> None:
-        needed = self.pool.pages_for(prompt_length) + self._own_pages(prompt_length)
+        # Beside its own pages, a lone sequence needs the shared prompt's last page, of which it holds a copy.
+        needed = self.pool.pages_for(prompt_length + self.max_new_tokens - 1) + 1
         if needed > self.pool.num_pages:
             fits = max(0, (self.pool.num_pages - 1) * self.pool.page_size)
             raise ValueError(
@@ -80,35 +102,31 @@ class Scheduler:
                 "max_new_tokens."
             )
 
-    def _own_pages(self, prompt_length: int) -> int:
-        """Pages of one sample beyond the shared full prompt pages. The last drawn token is never fed."""
-        total = self.pool.pages_for(prompt_length + self.max_new_tokens - 1)
-        return total - prompt_length // self.pool.page_size
-
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.open or self.running)
 
-    def admit(self, max_tokens: int) -> list[Group]:
-        """Groups to prefill now, at most `max_tokens` prompt tokens in all (but at least one group), pages taken."""
-        admitted: list[Group] = []
-        tokens, pages = 0, self.pool.num_free - sum(self._remaining_pages(group) for group in self.open)
-        seats = self.max_num_seqs - len(self.running) - sum(g.num_samples - g.started for g in self.open)
-        while self.waiting and seats > 0:
-            length = len(self.waiting[0].prompt.token_ids)
-            pages -= self.pool.pages_for(length) + self._own_pages(length)
-            if pages < 0 or (admitted and tokens + length > max_tokens):
-                break
-            group = self.waiting.popleft()
-            group.pages = self.pool.allocate(self.pool.pages_for(length))
-            tokens, seats = tokens + length, seats - group.num_samples
-            pages -= (group.num_samples - 1) * self._own_pages(length)
-            admitted.append(group)
-        self.open.extend(admitted)
-        return admitted
+    def admit(self) -> list[Group]:
+        """Groups to prefill now, their pages taken.
 
-    def _remaining_pages(self, group: Group) -> int:
-        return (group.num_samples - group.started) * self._own_pages(len(group.prompt.token_ids))
+        A page per running and per coming sequence is left free: each of them will soon ask for one.
+        """
+        admitted: list[Group] = []
+        seats = self.max_num_seqs - len(self.running) - sum(group.num_waiting for group in self.open)
+        spare = self.pool.num_free - len(self.running) - sum(group.num_waiting for group in self.open)
+        while self.waiting and seats > 0:
+            group = self.waiting[0]
+            needed = self.pool.pages_for(len(group.token_ids))
+            alone = not (self.running or self.open)
+            if needed > self.pool.num_free or (needed + min(seats, group.num_waiting) > spare and not alone):
+                break
+            self.waiting.popleft()
+            group.pages = self.pool.allocate(needed)
+            seats -= group.num_waiting
+            spare -= needed + group.num_waiting
+            self.open.append(group)
+            admitted.append(group)
+        return admitted
 
     def start(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Start as many samples of prefilled groups as fit; returns them and the (source, target) pages to copy."""
@@ -116,15 +134,16 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         while self.open and len(self.running) < self.max_num_seqs:
             group = self.open[0]
-            length = len(group.prompt.token_ids)
-            own, full = self._own_pages(length), length // self.pool.page_size
-            if own > self.pool.num_free:
+            full, partial = divmod(len(group.token_ids), self.pool.page_size)
+            if partial and not self.pool.num_free:
                 break
-            pages = self.pool.allocate(own)
-            self.pool.share(group.pages[:full])
-            if length % self.pool.page_size and own:
-                copies.append((group.pages[full], pages[0]))
-            sequence = Sequence(group, group.started, group.pages[:full] + pages)
+            pages = group.pages[:full]
+            self.pool.share(pages)
+            if partial:
+                pages += self.pool.allocate(1)
+                copies.append((group.pages[full], pages[full]))
+            sequence = group.resumes or Sequence(group, group.started, [])
+            sequence.pages, sequence.rows, sequence.first_logits = pages, list(group.rows), group.first_logits
             group.started += 1
             started.append(sequence)
             self.running.append(sequence)
@@ -135,6 +154,49 @@ class Scheduler:
                 self.pool.release(group.pages)
         return started, copies
 
+    def grow(self, steps: int) -> list[Sequence]:
+        """Give every running sequence the pages of its next `steps` tokens; returns those preempted for it.
+
+        A preempted sequence has lost its pages and its place; `requeue` takes it up again once its tokens are known.
+        """
+        preempted: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence in preempted:
+                continue
+            missing = self._missing_pages(sequence, steps)
+            while missing > self.pool.num_free and sequence not in preempted:
+                preempted += self._reclaim()
+            if sequence not in preempted and missing > 0:
+                sequence.pages += self.pool.allocate(missing)
+        return preempted
+
+    def _missing_pages(self, sequence: Sequence, steps: int) -> int:
+        # The last drawn token is never fed, so it needs no place.
+        end = min(sequence.position + steps, sequence.prompt_length + self.max_new_tokens - 1)
+        return self.pool.pages_for(end) - len(sequence.pages)
+
+    def _reclaim(self) -> list[Sequence]:
+        """Take back the pages of the last in line: an open group, else the last running sequence, which is returned."""
+        if self.open:
+            group = self.open.pop()
+            self.pool.release(group.pages)
+            group.pages, group.prefilled, group.rows, group.first_logits = [], 0, [], None
+            self.waiting.appendleft(group)
+            return []
+        assert len(self.running) > 1, "a sequence that fits alone needs nobody's pages"
+        sequence = self.running.pop()
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.was_preempted = [], True
+        self.num_preempted += 1
+        return [sequence]
+
+    def requeue(self, sequences: list[Sequence]) -> None:
+        """Put preempted sequences, their `token_ids` filled in, before all others that wait."""
+        for sequence in sequences:
+            origin = sequence.group
+            group = Group(origin.prompt, origin.index, 1, int(sequence.audited), resumes=sequence)
+            self.waiting.appendleft(group)
+
     def retire(self) -> list[Sequence]:
         """Take finished sequences out of the batch and return their pages."""
         done = [sequence for sequence in self.running if sequence.finish_reason]
@@ -142,3 +204,8 @@ class Scheduler:
         for sequence in done:
             self.pool.release(sequence.pages)
         return done
+
+
+def rows_of(sequence: Sequence) -> Tensor | None:
+    """Guidance rows of all tokens a sequence was fed, or None when nothing is recorded."""
+    return torch.cat([row.reshape(-1) for row in sequence.rows]) if sequence.rows else None

@@ -2,10 +2,11 @@
 
     rows of q, k, v (or gate, up) side by side [sum N_i, K], one outer scale for the whole, as one fast matmul runs them
     packed   NVFP4Tensor / MXFP4Tensor    the truth: its bytes are what an export writes
-    weight   [sum N_i, K] compute dtype   the dequantised values, used by matmuls on the reference path
+    weight   [sum N_i, K] compute dtype   the dequantised values, for batches too large to unpack codes for
 
-FP8 weights have one scale per row and keep no packed form here. What was left out: kernels that read `packed` directly;
-they make the second copy unnecessary.
+Both hold the same numbers exactly: outer scales are powers of two, so every value fits BF16. Which one a matmul reads
+is decided by the number of rows it has, at `crossover`, measured once per shape on the device that runs it. FP8
+weights have one scale per row and keep no packed form here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trace_kernels import get_format
+from trace_kernels.block_quantize import requantize_
+from trace_kernels.linear import crossover_batch, fp4_linear, supports
 from trace_lightning.quantization.mxfp4 import MXFP4Tensor
 from trace_lightning.quantization.nvfp4 import NVFP4Tensor
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
-from trace_lightning.quantization.qat import quantized_weight
 
 _PACKED: dict[str, type[PackedFP4Tensor]] = {"nvfp4": NVFP4Tensor, "mxfp4": MXFP4Tensor}
 
@@ -30,7 +32,7 @@ class SnapshotLinear:
         self, linears: list[tuple[str, nn.Linear]], fmt_name: str, four_over_six: bool, dtype: torch.dtype
     ) -> None:
         self.names = [name for name, _ in linears]
-        self.format = get_format(fmt_name, four_over_six=four_over_six)
+        self.format, self.four_over_six = get_format(fmt_name, four_over_six=four_over_six), four_over_six
         rows = [linear.weight.shape[0] for _, linear in linears]
         first = linears[0][1].weight
         self.weight = torch.zeros(sum(rows), first.shape[1], dtype=dtype, device=first.device)
@@ -39,6 +41,7 @@ class SnapshotLinear:
         self.bias = torch.zeros(sum(rows), dtype=dtype, device=first.device) if has_bias else None
         self.bias_parts = {} if self.bias is None else dict(zip(self.names, self.bias.split(rows), strict=True))
         self.packed: PackedFP4Tensor | None = None
+        self.crossover = 0  # a matmul of up to so many rows reads `packed`
         if fmt_name in _PACKED:
             self.packed = _PACKED[fmt_name].from_hp(self.weight, four_over_six=four_over_six)
 
@@ -50,16 +53,40 @@ class SnapshotLinear:
     def load(self, tensors: dict[str, Tensor], *, quantize: bool) -> None:
         """Copy the masters of all parts, quantised under one outer scale, to the addresses held before."""
         masters = [tensors[f"{name}.weight"] for name in self.names]
-        if self.format is None or not quantize:
-            for name, master in zip(self.names, masters, strict=True):
-                self.parts[name].copy_(master)
-        elif self.packed is not None:
-            self.packed.copy_(torch.cat(masters))
-            self.weight.copy_(self.packed.dequantize(masters[0].dtype))
-        else:
-            self.weight.copy_(quantized_weight(torch.cat(masters), self.format, None))
+        fmt = "none" if self.format is None or not quantize else self.format.name
+        packed = self.packed if fmt != "none" else None
+        requantize_(
+            masters,
+            None if packed is None else packed.qdata,
+            None if packed is None else packed.scale,
+            None if packed is None else packed.outer_scale,
+            self.weight,
+            fmt,
+            self.four_over_six,
+        )
         for name, part in self.bias_parts.items():
             part.copy_(tensors[f"{name}.bias"])
 
+    def find_crossover(self) -> None:
+        """Time both kinds of matmul on this device and remember up to how many rows the packed one wins."""
+        packed, name = self.packed, self.format.name if self.format is not None else ""
+        usable = packed is not None and self.weight.is_cuda and self.weight.dtype == torch.bfloat16
+        if not usable or supports(self.weight.shape[1], name) is not None:
+            return
+        assert packed is not None
+        codes = (packed.qdata, packed.scale, packed.outer_scale, self.weight)
+        self.crossover = crossover_batch(*codes, fmt=name, in_features=self.weight.shape[1])
+
+    def reads_packed(self, num_rows: int) -> bool:
+        """Whether a matmul of `num_rows` reads the packed weights, and wants its input permuted."""
+        return num_rows <= self.crossover
+
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        """Partial sums [S, M, N] of a matmul; `x` is [M, K], or permuted where `reads_packed(M)` says so."""
+        if x.ndim == 2:
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias).unsqueeze(0)
+        packed = self.packed
+        assert packed is not None
+        assert self.format is not None
+        codes = (packed.qdata, packed.scale, packed.outer_scale)
+        return fp4_linear(x, *codes, self.bias, in_features=self.weight.shape[1], fmt=self.format.name)

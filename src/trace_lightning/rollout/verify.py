@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.qat import QATState
-from trace_lightning.quantization.rounding import NEAREST
-from trace_lightning.rollout.batch import prefill_batch
+from trace_lightning.rollout.batch import PrefillBatch, Segment
 from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.kv_pool import PagedKV
 
-_NUM_TOKENS = 11
+_NUM_TOKENS, _PAGE_SIZE = 11, 16
 
 
 @torch.no_grad()
@@ -29,14 +28,14 @@ def check_decoder(decoder: Decoder, policy: PreTrainedModel, dtype: torch.dtype)
     ids = torch.arange(_NUM_TOKENS, device=embedding.device) * 7919 % embedding.shape[0]
     kv = PagedKV(
         [None] * len(decoder.kv_formats),
-        num_pages=_NUM_TOKENS,
-        page_size=1,
+        num_pages=1,
+        page_size=_PAGE_SIZE,
         num_kv_heads=decoder.num_kv_heads,
         head_dim=decoder.head_dim,
         dtype=dtype,
         device=embedding.device,
     )
-    batch = prefill_batch([ids.tolist()], [list(range(_NUM_TOKENS))], 1, embedding.device, NEAREST)
+    batch = PrefillBatch.of([Segment(ids.tolist(), 0, [0])], _PAGE_SIZE, embedding.device)
     with ExitStack() as stack:
         stack.enter_context(decoder.unquantized())
         qat = getattr(policy, "trace_qat", None)

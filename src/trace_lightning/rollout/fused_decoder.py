@@ -1,0 +1,332 @@
+"""The fused decoder: a handful of kernels per layer over a snapshot of the weights, for the families it knows.
+
+It covers decoders whose layer is: RMSNorm, q/k/v (bias optional, QK-norm optional), RoPE, attention, o, RMSNorm,
+gate/up, activation, down: Llama (and SmolLM2), Qwen2, Qwen3, Mistral. It reads the live model's structure once and then
+owns its weights. One layer, with what each kernel leaves behind:
+
+    add_rms_norm        residual += last linear; normalised, rounded at site attn_in
+    qkv                 partial sums
+    kv_append           sums joined; QK-norm, RoPE, rotation; K and V rounded and written to their pages; q
+    attend              over the pages
+    round_rows          site o_in (left out when there is nothing to round or to permute)
+    o, add_rms_norm (mlp_in), gate_up, gated_activation (down_in), down
+
+Each kernel has a torch reference under the same name, and that is what a CPU runs: there is one forward pass, not two.
+Dtypes follow the trainer under autocast, cast for cast: the residual stream has the dtype of the master weights,
+linears and attention run in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trace_kernels import BlockFormat, Quantized, get_format, unpack_codes
+from trace_kernels.gated_activation import gated_activation
+from trace_kernels.kv_append import kv_append
+from trace_kernels.kv_pages import KVPages
+from trace_kernels.norm import add_rms_norm
+from trace_kernels.rows import RowRecord, round_rows
+from trace_lightning.models.layout import read_layout
+from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
+from trace_lightning.rollout.batch import ForwardBatch
+from trace_lightning.rollout.decoder import Decoder, check_names
+from trace_lightning.rollout.kv_pool import PagedKV
+from trace_lightning.rollout.snapshot import SnapshotLinear
+from trace_lightning.types import QuantRecipe
+
+FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face name -> kernel's
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone
+
+
+@dataclass
+class _Layer:
+    qkv: SnapshotLinear
+    o: SnapshotLinear
+    gate_up: SnapshotLinear
+    down: SnapshotLinear
+    norms: dict[str, Tensor]  # Hugging Face name of the weight -> snapshot, in the master dtype
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+    activations: dict[str, BlockFormat]  # by site; a linear that the recipe excludes has none
+    kv_names: dict[str, str]  # field of KVWeights -> Hugging Face name
+
+    @property
+    def linears(self) -> tuple[SnapshotLinear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+class FusedDecoder(Decoder):
+    """Own forward for the families in `FUSED_FAMILIES`."""
+
+    def __init__(self, model: PreTrainedModel, recipe: QuantRecipe, dtype: torch.dtype) -> None:
+        self.model, self.recipe, self.dtype = model, recipe, dtype
+        config, body = model.config, model.get_decoder()
+        layers: list[Any] = list(body.layers)  # type: ignore[arg-type]
+        attention = layers[0].self_attn
+        self.eps, self.head_dim, self.scaling = config.rms_norm_eps, attention.head_dim, attention.scaling
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.rotary, self.activation = body.rotary_emb, _ACTIVATIONS[config.hidden_act]
+        self.rope_is_static = getattr(body.rotary_emb, "rope_type", "default") in _STATIC_ROPE
+        self._rope_table: tuple[Tensor, Tensor] | None = None
+        quantized = {name for group in read_layout(model, recipe).groups for name in group.names}
+        self.names = {id(module): name for name, module in model.named_modules()}
+        wanted = recipe.quantized_layers(len(layers))
+        kv = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six)
+        self.kv_formats = [kv if index in wanted else None for index in range(len(layers))]
+        self.layers = [self._layer(layer, quantized) for layer in layers]
+        self._outer: list[tuple[Tensor | None, Tensor | None]] = []
+        self._small: dict[str, Tensor] = {}
+        self.final_norm = self._copy_of(body.norm, "weight")
+        self.embedding = self._copy_of(body.embed_tokens, "weight")
+        head: Any = model.get_output_embeddings()
+        self._head_name = "" if head.weight is body.embed_tokens.weight else f"{self.names[id(head)]}.weight"
+        same = not self._head_name and self.embedding.dtype == dtype
+        self.head = self.embedding if same else torch.zeros_like(head.weight, dtype=dtype, requires_grad=False)
+        for layer in self.layers:
+            self._small |= layer.norms
+
+    def _copy_of(self, module: nn.Module, field: str) -> Tensor:
+        copy = torch.zeros_like(getattr(module, field), requires_grad=False)
+        self._small[f"{self.names[id(module)]}.{field}"] = copy
+        return copy
+
+    def _linear(self, modules: list[nn.Linear], quantized: set[str]) -> SnapshotLinear:
+        named = [(self.names[id(module)], module) for module in modules]
+        inside = {name in quantized for name, _ in named}
+        if len(inside) > 1:
+            raise ValueError(
+                f"recipe.exclude splits the fused group {[n for n, _ in named]}: exclude all of its linears or none"
+            )
+        fmt = self.recipe.weights if inside.pop() else "none"
+        return SnapshotLinear(named, fmt, self.recipe.four_over_six, self.dtype)
+
+    def _layer(self, layer: Any, quantized: set[str]) -> _Layer:
+        attn, mlp = layer.self_attn, layer.mlp
+        norms: dict[str, Tensor] = {}
+
+        def norm(module: Any) -> Tensor:
+            return norms.setdefault(
+                f"{self.names[id(module)]}.weight", torch.zeros_like(module.weight, requires_grad=False)
+            )
+
+        activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
+        first_of_site = {"attn_in": attn.q_proj, "o_in": attn.o_proj, "mlp_in": mlp.gate_proj, "down_in": mlp.down_proj}
+        sites = [site for site, linear in first_of_site.items() if self.names[id(linear)] in quantized]
+        config_window = getattr(self.model.config, "sliding_window", None)  # Mistral keeps it there
+        k_name, v_name = self.names[id(attn.k_proj)], self.names[id(attn.v_proj)]
+        return _Layer(
+            qkv=self._linear([attn.q_proj, attn.k_proj, attn.v_proj], quantized),
+            o=self._linear([attn.o_proj], quantized),
+            gate_up=self._linear([mlp.gate_proj, mlp.up_proj], quantized),
+            down=self._linear([mlp.down_proj], quantized),
+            norms=norms,
+            input_norm=norm(layer.input_layernorm),
+            post_norm=norm(layer.post_attention_layernorm),
+            q_norm=norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
+            k_norm=norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
+            window=getattr(attn, "sliding_window", config_window),
+            activations={} if activations is None else dict.fromkeys(sites, activations),
+            kv_names={
+                "k": f"{k_name}.weight",
+                "v": f"{v_name}.weight",
+                "k_bias": f"{k_name}.bias",
+                "v_bias": f"{v_name}.bias",
+                "input_gain": f"{self.names[id(layer.input_layernorm)]}.weight",
+                "k_gain": f"{self.names[id(attn.k_norm)]}.weight" if hasattr(attn, "k_norm") else "",
+            },
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, quantize: bool = True) -> None:
+        tensors = dict(weights)
+        linears = [linear for layer in self.layers for linear in layer.linears]
+        needed = {name for linear in linears for name in linear.weight_names} | set(self._small)
+        check_names(tensors, needed | ({self._head_name} if self._head_name else set()), self.model)
+        outers: list[tuple[Tensor | None, Tensor | None]] = []
+        for layer, fmt in zip(self.layers, self.kv_formats, strict=True):
+            for linear in layer.linears:
+                linear.load(tensors, quantize=quantize)
+            kv = KVWeights(**{field: tensors.get(name) for field, name in layer.kv_names.items()})  # type: ignore[arg-type]
+            rotated, device = self.recipe.kv_rotation == "hadamard", self.head.device
+            outer: tuple[Tensor | None, Tensor | None] = (None, None)
+            if fmt is not None:
+                outer = kv_outer_scales(kv, self.num_kv_heads, fmt, rotated=rotated, device=device)
+            outers.append(outer)
+        self._renew_outer(outers)
+        for name, copy in self._small.items():
+            copy.copy_(tensors[name])
+        if self.head is not self.embedding:
+            self.head.copy_(tensors[self._head_name] if self._head_name else self.embedding)
+
+    def _renew_outer(self, outers: list[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Keep the K/V outer scales where they were, for graphs that read or write them."""
+        for old, new in zip(self._outer, outers, strict=False):
+            for target, source in zip(old, new, strict=True):
+                if target is not None and source is not None:
+                    target.copy_(source)
+        if [o[0] is None for o in self._outer] != [o[0] is None for o in outers]:
+            self._outer = [tuple(None if o is None else o.clone() for o in pair) for pair in outers]  # type: ignore[misc]
+
+    def kv_outer(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        return self._outer[layer]
+
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        saved = [layer.activations for layer in self.layers], self.kv_formats
+        for layer in self.layers:
+            layer.activations = {}
+        self.kv_formats = [None] * len(self.layers)
+        try:
+            yield
+        finally:
+            for layer, activations in zip(self.layers, saved[0], strict=True):
+                layer.activations = activations
+            self.kv_formats = saved[1]
+
+    def prepare(self, max_len: int) -> bool:
+        """Tabulate the rotary angles of `max_len` positions, if a position determines them; whether it does."""
+        if self.rope_is_static and (self._rope_table is None or len(self._rope_table[0]) < max_len):
+            positions = torch.arange(max_len, device=self.head.device)
+            self._rope_table = self._angles(positions)
+        return self.rope_is_static
+
+    def _angles(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        like = self.embedding[:1].unsqueeze(0)  # the rotary module looks at its dtype and device
+        cos, sin = self.rotary(like, positions_N.unsqueeze(0))
+        return cos[0], sin[0]
+
+    def find_crossover(self) -> str:
+        """Find for every linear up to how many rows its packed weights are the faster ones; the result in words."""
+        found: dict[tuple[int, ...], int] = {}
+        for layer in self.layers:
+            for linear in layer.linears:
+                linear.find_crossover()
+                found[tuple(linear.weight.shape)] = linear.crossover
+        return ", ".join(f"{rows}x{width} up to {batch} rows" for (rows, width), batch in found.items() if batch)
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        residual = F.embedding(batch.token_ids_N, self.embedding)
+        table = self._rope_table
+        cos, sin = self._angles(batch.positions_N) if table is None else (t[batch.positions_N] for t in table)
+        parts: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            forward = _LayerPass(self, index, layer, batch, residual)
+            attended = forward.attention(parts, cos, sin, kv)
+            parts = forward.mlp(attended)
+        assert parts is not None, "a decoder without layers"
+        last = batch.last(residual), batch.last(parts.transpose(0, 1)).transpose(0, 1).contiguous()
+        return add_rms_norm(*last, self.final_norm, self.eps, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.to(self.dtype), self.head)
+
+
+class _LayerPass:
+    """One layer of one forward pass."""
+
+    def __init__(self, decoder: FusedDecoder, index: int, layer: _Layer, batch: ForwardBatch, residual: Tensor) -> None:
+        self.decoder, self.index, self.layer, self.batch, self.residual = decoder, index, layer, batch, residual
+        self.num_rows = len(residual)
+
+    def attention(self, parts: Tensor | None, cos: Tensor, sin: Tensor, kv: PagedKV) -> Tensor:
+        """Partial sums of `o`; `parts` are those of the layer before."""
+        decoder, layer, batch = self.decoder, self.layer, self.batch
+        k, v = kv.layers[self.index]
+        x = self._norm(parts, layer.input_norm, "attn_in", layer.qkv)
+        q = kv_append(
+            layer.qkv(x),
+            layer.q_norm,
+            layer.k_norm,
+            decoder.eps,
+            cos,
+            sin,
+            batch.slots_N,
+            k,
+            v,
+            num_heads=decoder.num_heads,
+            dtype=decoder.dtype,
+            rotated=k.fmt is not None and decoder.recipe.kv_rotation == "hadamard",
+        )
+        self._record_kv(k, v)
+        out = batch.attend(q.to(decoder.dtype), k, v, scaling=decoder.scaling, window=layer.window).flatten(1)
+        return layer.o(self._round(out, "o_in", layer.o))
+
+    def mlp(self, parts: Tensor) -> Tensor:
+        """Partial sums of `down`."""
+        layer = self.layer
+        gate_up = layer.gate_up(self._norm(parts, layer.post_norm, "mlp_in", layer.gate_up))
+        fmt, record = layer.activations.get("down_in"), self._new_record("down_in", gate_up.shape[2] // 2, gate_up)
+        x = gated_activation(
+            gate_up,
+            activation=self.decoder.activation,
+            dtype=self.decoder.dtype,
+            fmt=fmt,
+            permute=layer.down.reads_packed(self.num_rows),
+            record=record,
+        )
+        self._record("down_in", record)
+        return layer.down(x)
+
+    def _norm(self, parts: Tensor | None, gain: Tensor, site: str, linear: SnapshotLinear) -> Tensor:
+        record = self._new_record(site, self.residual.shape[1], self.residual)
+        x = add_rms_norm(
+            self.residual,
+            parts,
+            gain,
+            self.decoder.eps,
+            dtype=self.decoder.dtype,
+            fmt=self.layer.activations.get(site),
+            permute=linear.reads_packed(self.num_rows),
+            record=record,
+        )
+        self._record(site, record)
+        return x
+
+    def _round(self, x: Tensor, site: str, linear: SnapshotLinear) -> Tensor:
+        fmt, permute = self.layer.activations.get(site), linear.reads_packed(self.num_rows)
+        if fmt is None and not permute:
+            return x
+        record = self._new_record(site, x.shape[1], x)
+        x = round_rows(x, dtype=self.decoder.dtype, fmt=fmt, permute=permute, record=record)
+        self._record(site, record)
+        return x
+
+    def _new_record(self, site: str, width: int, like: Tensor) -> RowRecord | None:
+        """Tensors for the codes of a site, if they are recorded."""
+        recorder, fmt = self.batch.recorder, self.layer.activations.get(site)
+        if recorder is None or fmt is None or not recorder.wants(self.index, site):
+            return None
+        blocks = -(-width // fmt.block_size)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+            return torch.empty(self.num_rows, *shape, dtype=dtype, device=like.device)
+
+        outer = empty(dtype=torch.float32) if fmt.has_outer else None
+        return RowRecord(scale=empty(blocks), outer=outer, codes=empty(blocks * fmt.block_size // 2))
+
+    def _record(self, site: str, record: RowRecord | None) -> None:
+        if record is None:
+            return
+        assert record.codes is not None
+        assert self.batch.recorder is not None
+        outer = None if record.outer is None else record.outer.unsqueeze(-1)
+        q = Quantized(unpack_codes(record.codes), record.scale, outer, 2 * record.codes.shape[1])
+        self.batch.recorder.add(self.index, site, q)
+
+    def _record_kv(self, k: KVPages, v: KVPages) -> None:
+        """K and V are recorded as they lie in the pages."""
+        for site, pages in (("k", k), ("v", v)):
+            recorder = self.batch.recorder
+            if recorder is not None and recorder.wants(self.index, site):
+                recorder.add(self.index, site, pages.quantized(self.batch.slots_N))
