@@ -108,7 +108,8 @@ def measure_decode(
 def measure_sync(engine: LocalEngine, policy: PreTrainedModel, shape: ModelShape, limits: Limits | None) -> Rate:
     """Time `load_weights` once the engine is set up.
 
-    Bytes moved: the snapshot written once, and the masters read once, or twice by NVFP4, which needs their maximum first.
+    Bytes moved: the snapshot written once, and the masters read once, or twice by NVFP4, which needs their maximum
+    first.
     """
     reads = 2 if engine.recipe.weights == "nvfp4" else 1
     moved = 2 * reads * shape.params + snapshot_bytes(shape, engine.recipe)
