@@ -19,6 +19,22 @@ CASES = {
     "missing model": ("--model.path nowhere/at/all", ["nowhere/at/all", "builtin:tiny-qwen3"]),
     "unknown builtin": ("--model.path builtin:tiny-qwen", ["builtin:tiny-qwen3"]),
     "guidance without QAT": ("--recipe.trainer bf16", ["recipe.trainer=bf16", "recipe.trainer=qat"]),
+    "guidance without rounded activations": (
+        "--recipe.trainer qat_weights",
+        ["recipe.trainer=qat_weights does not round activations", "recipe.trainer=qat"],
+    ),
+    "residual of nothing": (
+        "--recipe.residual_share 0.5 --recipe.activations none",
+        ["recipe.residual_share=0.5", "recipe.activations=nvfp4"],
+    ),
+    "residual under guidance": ("--recipe.residual_share 0.5", ["recipe.residual_share=0.5", "guidance.mode=none"]),
+    "share out of range": ("--recipe.residual_share 2", ["recipe.residual_share=2.0", "[0, 1]"]),
+    "loss without its record": ("--model.loss ScoreCentering --model.corrections []", ["sampling.record_logprobs"]),
+    "ratio counted twice": ("--model.loss TBPO", ["model.loss=TBPO", "tis_token", "model.corrections=[]"]),
+    "record of truncated sampling": (
+        "--rollout.sampling.record_logprobs 8 --rollout.sampling.top_p 0.9",
+        ["record_logprobs=8", "top_p=0.9", "top_p=1"],
+    ),
     "guided site not quantised": ("--recipe.guidance.sites [k] --recipe.kv_cache none", ["'k'", "recipe.kv_cache"]),
     "guided layers": ("--recipe.guidance.layers half", ["guidance.layers='half'", "last_half"]),
     "one generation": ("--rollout.num_generations 1", ["rollout.num_generations"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import sys
@@ -13,37 +12,45 @@ import pytest
 import torch
 
 from trace_lightning.cli import main
+from trace_lightning.models.policy import load_policy
 from trace_lightning.types import GuidanceConfig, QuantRecipe
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def parity():
-    """examples/guidance_parity.py as a module."""
-    spec = importlib.util.spec_from_file_location("guidance_parity", ROOT / "examples" / "guidance_parity.py")
+def agreement():
+    """examples/support/agreement.py as a module."""
+    spec = importlib.util.spec_from_file_location("agreement", ROOT / "examples" / "support" / "agreement.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def gaps(parity, name: str, mode: str | None) -> dict[str, float]:
+FP4 = {"weights": "nvfp4", "kv_cache": "nvfp4"}
+ROLLOUTS = {"BF16": {}, "W4A16KV4": FP4, "W4A4KV4": FP4 | {"activations": "nvfp4"}}
+
+
+def gaps(agreement, name: str, mode: str | None) -> dict[str, float]:
     """Trainer against rollout in BF16 arithmetic with another matmul on each side, `mode` of guidance or None."""
-    args = argparse.Namespace(model="builtin:tiny-qwen3", prompt="12+34=", tokens=96, sequences=16, seed=0)
-    formats, device = parity.ROLLOUTS[name], torch.device("cpu")
+    args = argparse.Namespace(model="builtin:tiny-qwen3", prompts=None, lengths=[96], sequences=16, seed=0)
+    formats, device = ROLLOUTS[name], torch.device("cpu")
     guidance = GuidanceConfig(mode=mode or "none", audit_sequences=args.sequences)
-    drawn, _ = parity.roll_out(args, QuantRecipe(**formats, guidance=guidance), device)
-    batch = dataclasses.replace(drawn, guidance=parity.restrict(drawn.guidance, "all" if mode else None))
-    return parity.measure(parity.make_trainer(args.model, QuantRecipe(**formats), device), batch, device)
+    source = load_policy(args.model, QuantRecipe(), dtype=torch.float32)
+    batch, _ = agreement.roll_out(args, source, QuantRecipe(**formats, guidance=guidance))
+    policy = agreement.make_trainer(args.model, QuantRecipe(**formats), device)
+    arm = agreement.Arm("as recorded", None if batch.guidance is None else batch.guidance.config)
+    return agreement.measure(policy, batch, arm, args.lengths, device)[96]
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("W4A16KV4", 1.2), ("W4A4KV4", 1.0)])
-def test_guidance_brings_fp4_to_the_bf16_floor(parity, name, allowed):
-    floor, unguided, guided = gaps(parity, "BF16", None), gaps(parity, name, None), gaps(parity, name, "parity")
+def test_guidance_brings_fp4_to_the_bf16_floor(agreement, name, allowed):
+    floor, unguided = gaps(agreement, "BF16", None), gaps(agreement, name, None)
+    guided = gaps(agreement, name, "parity")
     assert floor["max_abs_dlogp"] > 0.01, "the two sides must really differ"
     assert guided["max_abs_dlogp"] <= allowed * floor["max_abs_dlogp"]
     assert guided["mean_abs_dlogp"] < unguided["mean_abs_dlogp"]
-    assert guided["code_mismatch_after"] <= 0.01
+    assert guided["codes_after"] <= 0.01
 
 
 @pytest.mark.slow

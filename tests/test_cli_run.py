@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 SMALL = ["--config", str(ROOT / "configs" / "grpo_fp4.yaml"), "--run_name", "r"]
 SMALL += ["--data.batch_size", "2", "--data.heldout_size", "4", "--rollout.num_generations", "2"]
 EVERY = ["--trainer.callbacks+=CompletionsLogger", "--trainer.callbacks.every_n_steps=1"]
-LEFT = {"config.yaml", "metrics.csv", "summary.json", "curves.png", "completions.jsonl", "checkpoints", "policy"}
+LEFT = {"config.yaml", "metrics.csv", "summary.json", "curves.png", "guidance_layers.csv"}
+LEFT |= {"completions.jsonl", "checkpoints", "policy"}
 
 
 def fit(runs: Path, *arguments: str, steps: int = 2) -> Path:
@@ -107,7 +108,7 @@ class TestResumed:
 
     def test_summary_has_the_whole_history(self, whole, parts) -> None:
         one, two = (json.loads((folder / "summary.json").read_text()) for folder in (whole, parts[1]))
-        for name in ("reward", "heldout", "divergence", "steps", "rollouts"):
+        for name in ("reward", "heldout", "divergence", "guidance_sites", "per_position", "steps", "rollouts"):
             assert two[name] == one[name]
 
     def test_command_line_wins_over_the_checkpoint(self, parts, tmp_path) -> None:

@@ -13,7 +13,8 @@ from trace_lightning.cli import main
 from trace_lightning.models.resolve import cache_dir
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 FP4 = str(ROOT / "configs" / "grpo_fp4.yaml")
 SMALL = [
     "--trainer.max_steps",
@@ -55,6 +56,33 @@ def test_every_config_has_a_header_and_runs(config, tmp_path, monkeypatch):
     assert json.loads(summary.read_text())["steps"] >= 1
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_a_header_and_runs_on_top_of_a_config(recipe, tmp_path, monkeypatch):
+    header = "\n".join(line for line in recipe.read_text().splitlines() if line.startswith("#"))
+    assert f"--config configs/grpo_fp4.yaml --recipe configs/recipes/{recipe.name}" in header
+    assert "Hardware" in header
+    assert "xpected" in header
+    run(monkeypatch, "fit", "--config", FP4, *SMALL, "--recipe", str(recipe), "--runs_dir", str(tmp_path))
+    (used,) = tmp_path.glob("*/version_0/config.yaml")
+    content = yaml.safe_load(recipe.read_text())
+    written = yaml.safe_load(used.read_text())["recipe"]
+    assert written | content | {"guidance": written["guidance"]} == written
+    assert written["guidance"] | content["guidance"] == written["guidance"]
+
+
+def test_the_recipes_are_two():
+    assert [path.stem for path in RECIPES] == ["blackwell", "hopper"]
+
+
+def test_a_config_may_name_a_recipe_file(tmp_path, monkeypatch, capsys):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(f"recipe: {ROOT / 'configs' / 'recipes' / 'hopper.yaml'}\n")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "fit", "--config", FP4, "--config", str(overlay), "--print_config")
+    recipe = yaml.safe_load(capsys.readouterr().out)["recipe"]
+    assert (recipe["activations"], recipe["guidance"]["sites"]) == ("none", ["k", "v"])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (cache_dir() / "smollm2-135m-instruct").is_dir(), reason="needs `trace-fit prepare smollm2`")
 def test_the_smollm2_config_runs_on_its_own_model(tmp_path, monkeypatch):
@@ -85,11 +113,17 @@ SWITCHES = [
     "--recipe.guidance.store host",
     "--recipe.guidance.audit_sequences 0",
     "--recipe.trainer bf16 --recipe.guidance.mode none",
+    "--recipe.trainer qat_weights --recipe.guidance.mode none",
+    "--recipe.trainer qat_weights --recipe.guidance.mode none --recipe.kv_cache none --recipe.residual_share 0.5",
+    "--model.loss TBPO --model.corrections []",
+    "--model.loss ScoreCentering --model.corrections [] --rollout.sampling.record_logprobs 8",
+    "--model.corrections [Veto,IcePop]",
+    "--model.corrections [GeometricRejection,K3Rejection,TIS]",
 ]
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_every_switch_of_the_recipe_works_from_the_command_line(switch, tmp_path, monkeypatch):
+def test_every_switch_works_from_the_command_line(switch, tmp_path, monkeypatch):
     quiet = [
         "--trainer.num_sanity_val_steps",
         "0",

@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from trace_lightning.cli import TraceCLI
+from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ARGUMENTS = {
     "train_without_cli": ["--steps", "2"],
     "custom_reward": ["--steps", "2"],
     "custom_loss": ["--steps", "2"],
-    "guidance_parity": ["--tokens", "8", "--sequences", "2", "--out", "parity.json"],
+    "guidance_study": [
+        *("--model", "builtin:tiny-qwen3", "--lengths", "4", "8", "--sequences", "2", "--drift", "0", "1"),
+        *("--rollouts", "BF16", "W4A16KV4", "W4A4KV4", "--json", "study.json", "--plot", "study.png"),
+    ],
+    "stability_study": [
+        *("--steps", "1", "--seeds", "0", "--arms", "trace_half", "--out", "."),
+        *("--data.batch_size=2", "--data.heldout_size=4"),
+    ],
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
 }
+
+
+def run(name: str, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *ARGUMENTS[name]]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def check_guidance_study(folder: Path) -> None:
+    """Every promise is judged, at every length; kept promises depend on sizes that a test has no time for."""
+    content = json.loads((folder / "study.json").read_text())
+    assert {"name", "value", "unit", "must", "ok"} == content["rows"][0].keys()
+    judged = {row["name"]: row["ok"] for row in content["rows"] if row["must"] is not None}
+    wanted = {
+        f"{rollout}/parity/0 steps/{length} tokens/{value}"
+        for rollout in ("W4A16KV4", "W4A4KV4")
+        for length in (4, 8)
+        for value in ("max_abs_dlogp", "codes_after")
+    }
+    assert judged.keys() == wanted
+    assert all(type(ok) is bool for ok in judged.values())
+    assert any(row["name"].startswith("W4A4KV4/six/1 steps/8 tokens/") for row in content["rows"])
+    assert (folder / "study.png").stat().st_size > 10_000
+
+
+def check_stability_study(folder: Path) -> None:
+    """The arm is there with what was measured, and a second call repeats no run."""
+    content = json.loads((folder / "stability.json").read_text())
+    (runs,) = content["arms"].values()
+    assert runs["0"]["summary"]["recipe"]["guidance"] == "parity"
+    for name, curve in runs["0"]["curves"].items():
+        assert len(curve) == 1, name
+        assert curve != [None], name
+    again = run("stability_study", folder)
+    assert again.returncode == 0
+    assert "seed 0" not in again.stdout
+    assert len(list(folder.glob("*/version_*"))) == 1
+
+
+CHECKS = {"guidance_study": check_guidance_study, "stability_study": check_stability_study}
 
 
 def test_no_example_is_forgotten():
@@ -24,14 +77,53 @@ def test_no_example_is_forgotten():
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_example(name, tmp_path):
-    path = EXAMPLES / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, str(path), *ARGUMENTS[name]], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    done = run(name, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
+    CHECKS.get(name, lambda folder: None)(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["train_without_cli", "custom_reward", "custom_loss"])
 def test_user_examples_are_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80
+
+
+def load(path: str):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, EXAMPLES / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_arms_of_the_stability_study_differ_in_the_recipe_and_each_is_valid(tmp_path, monkeypatch):
+    study = load("stability_study.py")
+    monkeypatch.chdir(tmp_path)
+    recipes = {}
+    for arm, (_, switches) in study.ARMS.items():
+        cli = TraceCLI(args=[f"--config={study.CONFIG}", *switches], run=False)
+        recipes[arm] = (cli.model.recipe, len(cli.model.corrections))
+    labels = {arm: recipe.label for arm, (recipe, _) in recipes.items()}
+    assert labels["bf16"] == "W16A16KV16"
+    assert labels["quads"] == "W4A4KV16/nvfp4+residual0.5"
+    assert all("A4KV4/nvfp4" in label for arm, label in labels.items() if arm not in ("bf16", "quads"))
+    assert len({str(value) for value in recipes.values()}) == len(study.ARMS)
+
+
+@pytest.mark.parametrize("mode", ["full", "parity"])
+def test_a_restricted_record_is_what_the_engine_would_have_written(mode):
+    """One rollout stands for all arms of the study only if its record holds those of all others, byte by byte."""
+    agreement = load("support/agreement.py")
+    args = argparse.Namespace(model="builtin:tiny-qwen3", prompts=None, lengths=[12], sequences=2, seed=0)
+    formats = dict.fromkeys(("weights", "activations", "kv_cache"), "nvfp4")
+    wanted = GuidanceConfig(mode=mode, scales="parity", layers="last_half", sites=["o_in", "k"], audit_sequences=2)
+    source = agreement.load_masters(args.model, torch.device("cpu"), seed=0)
+    everything, _ = agreement.roll_out(args, source, agreement.full_record(formats, 2))
+    written, _ = agreement.roll_out(args, source, QuantRecipe(**formats, guidance=wanted))
+    assert {site for _, site in everything.guidance.tables} == set(SITES)
+    assert torch.equal(everything.token_ids_BT, written.token_ids_BT)
+    restricted = agreement.restrict(everything.guidance, wanted)
+    assert restricted.tables.keys() == written.guidance.tables.keys() == {(1, "o_in"), (1, "k")}
+    assert restricted.bytes_per_token == written.guidance.bytes_per_token
+    for key, table in written.guidance.tables.items():
+        for mine, engines in zip(restricted.tables[key].tensors(), table.tensors(), strict=True):
+            assert torch.equal(mine, engines), key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.batch import DecodeBatch, PrefillBatch, Segment
 from trace_lightning.rollout.kv_pool import PagedKV
-from trace_lightning.types import QuantRecipe, SamplingParams
+from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe, SamplingParams
 
 pytestmark = pytest.mark.gpu
 PLAIN = QuantRecipe()
@@ -166,8 +167,15 @@ def test_shared_prompts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = fast_engine(model, PLAIN).generate(prompts, params, num_samples=8)
     monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 10**9)
     apart = fast_engine(model, PLAIN).generate(prompts, params, num_samples=8)
-    same = sum(a == b for a, b in zip(tokens(shared), tokens(apart), strict=True))
-    assert same >= 12, "sums in another order may move a draw across an edge, but seldom"
+    # Sums in another order differ in the last bits of BF16; a draw that falls near an edge then goes the other way, and
+    # the sequences part. Up to there, they must have the same log-probs.
+    agreed = []
+    for ours, theirs in zip(shared.completions, apart.completions, strict=True):
+        pairs = list(zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True))
+        together = list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        assert all(abs(a - b) < 0.1 for _, _, a, b in together)
+        agreed.append(len(together))
+    assert sum(agreed) > 16 * 4
 
 
 def test_preempted_sequences_are_completed() -> None:
@@ -230,3 +238,26 @@ def test_pages_hold_what_the_reference_would_have_written() -> None:
         assert isinstance(on_gpu, KVPages)
         assert (on_gpu.scale.cpu() != on_cpu.scale).float().mean() < 0.02
         assert (on_gpu.data.cpu() != on_cpu.data).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("mode", ["parity", "full"])
+def test_graphed_steps_record_what_single_ones_do(mode: Any) -> None:
+    guidance = GuidanceConfig(mode=mode, sites=list(SITES), audit_sequences=2)
+    recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=guidance)
+    model, prompts = model_on_gpu(), make_prompts(5, 64, 130, 600)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    graphed, single = (
+        fast_engine(model, recipe, **settings).generate(prompts, params, num_samples=4, record_guidance=True)
+        for settings in ({}, {"cuda_graphs": False})
+    )
+    assert tokens(graphed) == tokens(single)
+    for ours, theirs in zip(graphed.completions, single.completions, strict=True):
+        for key, table in graphed.guidance.tables.items():
+            other = single.guidance.tables[key]
+            for name in ("scale", "codes"):
+                a, b = getattr(table, name)[ours.guidance_rows], getattr(other, name)[theirs.guidance_rows]
+                assert torch.equal(a, b), (key, name)
+            if key[1] not in ("k", "v"):
+                assert torch.equal(table.outer[ours.guidance_rows], other.outer[theirs.guidance_rows])
+    for record in (graphed.guidance, single.guidance):
+        assert (record.audit_of_row >= 0).any()

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from trace_lightning.callbacks import Rollout
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
-from trace_lightning.rl import GRPO, TIS, DrGRPO, GroupAdvantage
+from trace_lightning.rl import GRPO, TBPO, TIS, DrGRPO, GroupAdvantage, IcePop, ScoreCentering, Veto
 from trace_lightning.tasks import ExactMatch, TwoDigitAddition
 from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
 
@@ -89,6 +89,53 @@ def test_on_policy_the_two_sides_agree_and_the_loss_is_zero():
     assert abs(metrics["loss"]) < 1e-5
     assert metrics["grad_norm"] > 0
     assert metrics["guidance/code_mismatch_after"] == 0
+    for site in ("attn_in", "o_in", "mlp_in"):
+        assert metrics[f"guidance/{site}/code_mismatch_after"] == 0
+        assert metrics[f"guidance/{site}/d_act_rel_after"] == 0
+    assert metrics["rollout_corr/reverse_k3_kl"] < 1e-6
+    assert metrics["sampling/probability_pearson"] > 0.999
+    assert "sampling/argmax_agreement" not in metrics  # nothing recorded to measure it by
+    assert "guidance/k/code_mismatch_after" not in metrics  # not guided
+
+
+@pytest.mark.parametrize(("num_minibatches", "measured"), [(1, True), (2, False)])
+def test_agreement_is_measured_under_the_weights_that_drew(num_minibatches: int, measured: bool):
+    sampling = SamplingParams(max_new_tokens=5, record_logprobs=16)
+    rollout = Rollout(num_generations=4, sampling=sampling)
+    metrics = fit(make(num_minibatches=num_minibatches), rollout=rollout).callback_metrics
+    assert ("sampling/argmax_agreement" in metrics) == measured
+    assert not measured or metrics["sampling/argmax_agreement"] == 1
+
+
+@pytest.mark.parametrize("seconds", [None, 0.25])
+def test_share_of_recording_is_logged_where_the_engine_measured_it(seconds: float | None):
+    class Measured(Rollout):
+        def _generate(self, *args, **kwargs):
+            generation = super()._generate(*args, **kwargs)
+            generation.stats.pop("guidance_seconds", None)
+            if seconds is not None:
+                generation.stats["guidance_seconds"] = seconds
+            return generation
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            batch.seconds["rollout"] = 2.0
+
+    rollout = Measured(num_generations=4, sampling=SamplingParams(max_new_tokens=5))
+    metrics = fit(make(), rollout=rollout).callback_metrics
+    assert ("guidance/share_of_rollout_time" in metrics) == (seconds is not None)
+    assert seconds is None or metrics["guidance/share_of_rollout_time"] == 0.125
+
+
+def test_sums_of_a_step_are_left_for_whoever_sums_up_a_run():
+    """Audited: the first 4 sequences of 4 prompts, at three sites of each layer."""
+    module = make()
+    fit(module)
+    assert {site for _, site in module.step_audit} == {"attn_in", "o_in", "mlp_in"}
+    assert all(sums[0] > 0 for sums in module.step_audit.values())
+    assert sum(row[0] for row in module.step_positions) > 16
+    assert [row[0] for row in module.step_positions][:1] == [16]  # every answer has a first token
+    assert [row[0] for row in module.step_positions][3:] == [0] * 15  # none has an eighth
 
 
 def test_guidance_that_stops_to_work_is_said_once(caplog):
@@ -262,14 +309,54 @@ def test_bad_rollout_settings_are_refused_before_training(settings, message):
         fit(make(), rollout=Rollout(**({"sampling": SamplingParams(max_new_tokens=5)} | settings)))
 
 
+def test_score_centering_sees_the_same_distribution_on_both_sides():
+    sampling = SamplingParams(max_new_tokens=5, record_logprobs=8)
+    module = make(loss=ScoreCentering())
+    metrics = fit(module, rollout=Rollout(sampling=sampling, num_generations=4)).callback_metrics
+    assert metrics["rollout_corr/scorecentering/mean_weight"] == pytest.approx(1, abs=1e-4)
+    assert 0.5 < metrics["rollout_corr/scorecentering/recorded_mass"] <= 1
+    assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("loss", [TBPO(), ScoreCentering()], ids=["TBPO", "ScoreCentering"])
+def test_the_baselines_too_do_not_depend_on_the_token_budget(loss):
+    sampling, after = SamplingParams(max_new_tokens=5, record_logprobs=8), []
+    for budget in (100_000, 40):
+        module = make(Sgd, loss=loss, max_tokens_per_microbatch=budget)
+        fit(module, rollout=Rollout(sampling=sampling, num_generations=4))
+        after.append(weights(module))
+    assert not torch.equal(after[0], weights_of_checkpoint())
+    torch.testing.assert_close(*after, atol=1e-6, rtol=1e-5)
+
+
+def test_score_centering_with_completions_that_are_not_scored():
+    """Micro-batches of which nothing is learned have no recorded rows; the loss must not take that for no record."""
+
+    def nothing(completion, problem):
+        return None
+
+    sampling = SamplingParams(max_new_tokens=5, record_logprobs=8)
+    module = make(Sgd, loss=ScoreCentering(), max_tokens_per_microbatch=1)
+    with pytest.warns(UserWarning, match="reward"):
+        fit(module, rollout=Rollout(rewards=[nothing], num_generations=4, sampling=sampling))
+    assert torch.equal(weights(module), weights_of_checkpoint())
+
+
+def test_a_loss_that_needs_a_record_says_so():
+    with pytest.raises(ValueError, match=r"ScoreCentering needs .* set rollout\.sampling\.record_logprobs"):
+        fit(make(loss=ScoreCentering()))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"loss": TBPO(), "corrections": [TIS()]}, "TBPO weighs by the ratio.*tis_token would count it twice"),
+        ({"loss": ScoreCentering(), "corrections": [Veto(), IcePop()]}, "icepop would count it twice"),
         ({"path": "no/such/dir"}, "no directory"),
         ({"learning_rate": 0}, "learning_rate"),
         ({"loss": GRPO(beta=0.1)}, "reference policy"),
     ],
-    ids=["path", "learning rate", "beta"],
+    ids=["TBPO and TIS", "ScoreCentering and IcePop", "path", "learning rate", "beta"],
 )
 def test_bad_module_settings_are_refused_at_construction(settings, message):
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,6 @@
 """FP4 formats, quantisers and kernels that need nothing but torch (and, where installed, Triton)."""
 
-from trace_kernels.formats import pack_bits, pack_codes, unpack_bits, unpack_codes
+from trace_kernels.formats import pack_bits, pack_codes, parity_bits, unpack_bits, unpack_codes
 from trace_kernels.quantize import (
     FP8,
     MXFP4,
@@ -22,6 +22,7 @@ __all__ = [
     "get_format",
     "pack_bits",
     "pack_codes",
+    "parity_bits",
     "straight_through",
     "unpack_bits",
     "unpack_codes",

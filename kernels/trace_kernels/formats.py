@@ -101,6 +101,17 @@ def pack_bits(bits: Tensor) -> Tensor:
     return (padded.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
 
 
+def parity_bits(packed: Tensor) -> Tensor:
+    """Parity bits of packed codes: bytes [..., K / 2] to what `pack_bits(codes & 1)` gives, [..., K / 8]. K % 8 == 0.
+
+    Works on whole words, an eighth of the elements: bits 0, 4, ... 28 of a word move together in three steps.
+    """
+    word = packed.contiguous().view(torch.int32) & 0x11111111
+    word = (word | (word >> 3)) & 0x03030303
+    word = (word | (word >> 6)) & 0x000F000F
+    return ((word | (word >> 12)) & 0xFF).to(torch.uint8)
+
+
 def unpack_bits(packed: Tensor, length: int) -> Tensor:
     """Inverse of `pack_bits`: the first `length` bits as 0/1 uint8 [..., length]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)

@@ -35,11 +35,13 @@ from trace_kernels.rows import (
     format_words,
     launch_round_rows,
     load_sum,
+    record_strides,
     record_tensors,
     round_to,
     sum_parts,
 )
 
+GATED_STRIDES = ["stride_scale", "stride_parity", "stride_codes"]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -84,7 +86,7 @@ def _act(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", *GATED_STRIDES], do_not_specialize_on_alignment=["SCALE", "PARITY", "CODES"])
 def gated_activation_kernel(
     PARTS,
     OUT,
@@ -95,6 +97,9 @@ def gated_activation_kernel(
     M,
     C,
     stride_S,
+    stride_scale,
+    stride_parity,
+    stride_codes,
     S: tl.constexpr,
     DTYPE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -113,6 +118,12 @@ def gated_activation_kernel(
         amax = tl.max(fp4.abs_bits(x), 0).to(tl.float32, bitcast=True)
         tl.store(AMAX + row * tl.num_programs(1) + tl.program_id(1), amax)
     outer_R = tl.full((1,), 1.0, tl.float32)
+    if SCALE is not None:
+        SCALE += row * stride_scale
+    if PARITY is not None:
+        PARITY += row * stride_parity
+    if CODES is not None:
+        CODES += row * stride_codes
     finish_chunk(x, outer_R, row, start, M, C, OUT, SCALE, PARITY, CODES, FMT, False, PERMUTE, CHUNK)
 
 
@@ -140,7 +151,7 @@ def gated_activation_triton(
     amax = parts.new_empty((rows, chunks), dtype=torch.float32) if in_two else None
     record = (None, None, None) if in_two else (record_scale, record_parity, record_codes)
     gated_activation_kernel[rows, chunks](
-        *(parts.contiguous(), x, amax, *record, rows, width, rows * 2 * width),
+        *(parts.contiguous(), x, amax, *record, rows, width, rows * 2 * width, *record_strides(*record)),
         S=splits,
         DTYPE=TRITON_DTYPE[dtype],
         ACTIVATION=activation,
@@ -156,13 +167,31 @@ def gated_activation_triton(
 
 
 _MUTATED = ("record_scale", "record_outer", "record_parity", "record_codes")
-_gated_activation = torch.library.custom_op(
-    "trace_kernels::gated_activation", gated_activation_reference, mutates_args=_MUTATED
+_recorded = torch.library.custom_op(
+    "trace_kernels::gated_activation_recorded", gated_activation_reference, mutates_args=_MUTATED
 )
-_gated_activation.register_kernel("cuda")(gated_activation_triton)
+_recorded.register_kernel("cuda")(gated_activation_triton)
+
+
+# Inductor of torch 2.11 cannot compile an operator whose mutated arguments are all None: without a record, another one.
+@torch.library.custom_op("trace_kernels::gated_activation", mutates_args=())
+def _gated_activation(
+    parts: Tensor, activation: str, dtype: torch.dtype, fmt: str, four_over_six: bool, permute: bool
+) -> Tensor:
+    return gated_activation_reference(parts, activation, dtype, fmt, four_over_six, permute, None, None, None, None)
+
+
+@_gated_activation.register_kernel("cuda")
+def _(parts: Tensor, activation: str, dtype: torch.dtype, fmt: str, four_over_six: bool, permute: bool) -> Tensor:
+    return gated_activation_triton(parts, activation, dtype, fmt, four_over_six, permute, None, None, None, None)
 
 
 @_gated_activation.register_fake
+def _(parts: Tensor, activation: str, dtype: torch.dtype, fmt: str, four_over_six: bool, permute: bool) -> Tensor:
+    return empty_rows(parts, parts.shape[2] // 2, dtype, permute)
+
+
+@_recorded.register_fake
 def _(
     parts: Tensor,
     activation: str,
@@ -204,5 +233,7 @@ def gated_activation(
         raise ValueError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     if parts.shape[2] % 2:
         raise ValueError(f"gate and up lie side by side, so parts [S, M, 2 I] cannot have width {parts.shape[2]}")
-    record_fields = record_tensors(record, fmt, parts.shape[1], parts.shape[2] // 2)
-    return _gated_activation(parts, activation, dtype, *format_words(fmt), permute, *record_fields)
+    plain = (parts, activation, dtype, *format_words(fmt), permute)
+    if record is None:
+        return _gated_activation(*plain)
+    return _recorded(*plain, *record_tensors(record, fmt, parts.shape[1], parts.shape[2] // 2))

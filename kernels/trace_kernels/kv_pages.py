@@ -84,6 +84,12 @@ class KVPages:
             return Quantized(data, None, self.outer, self.head_dim)
         return Quantized(unpack_codes(data), self.scale[page, :, offset], self.outer, self.head_dim)
 
+    def packed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed codes [*slots.shape, H, Dp / 2] and scale bytes of FP4 pages, as they lie there."""
+        assert self.scale is not None, "only FP4 pages hold packed codes"
+        page, offset = slots // self.page_size, slots % self.page_size
+        return self.data[page, :, offset], self.scale[page, :, offset]
+
     def read(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """Values [*slots.shape, H, D] in `dtype`."""
         if self.fmt is None:

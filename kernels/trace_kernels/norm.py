@@ -24,6 +24,8 @@ from torch import Tensor
 from trace_kernels import fp4
 from trace_kernels.quantize import BlockFormat
 from trace_kernels.rows import (
+    RECORD_POINTERS,
+    RECORD_STRIDES,
     TRITON_DTYPE,
     RowRecord,
     empty_rows,
@@ -31,6 +33,7 @@ from trace_kernels.rows import (
     finish_rows,
     format_words,
     load_sum,
+    record_strides,
     record_tensors,
     round_to,
     row_outer,
@@ -62,7 +65,7 @@ def add_rms_norm_reference(
     return finish_rows(x, dtype, fmt, four_over_six, permute, *record)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", *RECORD_STRIDES], do_not_specialize_on_alignment=RECORD_POINTERS)
 def add_rms_norm_kernel(
     RESIDUAL,
     PARTS,
@@ -77,6 +80,10 @@ def add_rms_norm_kernel(
     stride_S,
     eps,
     inverse_C,
+    stride_scale,
+    stride_outer,
+    stride_parity,
+    stride_codes,
     S: tl.constexpr,
     DTYPE: tl.constexpr,
     FMT: tl.constexpr,
@@ -98,7 +105,13 @@ def add_rms_norm_kernel(
     y = round_to(gain * round_to(normed, R), R)
     outer_R = row_outer(tl.max(tl.reshape(fp4.abs_bits(y), (1, BLOCK_C)), 1), FMT, FOUR)
     if OUTER is not None:
-        tl.store(OUTER + row + tl.arange(0, 1), outer_R)
+        tl.store(OUTER + row * stride_outer + tl.arange(0, 1), outer_R)
+    if SCALE is not None:
+        SCALE += row * stride_scale
+    if PARITY is not None:
+        PARITY += row * stride_parity
+    if CODES is not None:
+        CODES += row * stride_codes
     finish_chunk(y, outer_R, row, 0, M, C, OUT, SCALE, PARITY, CODES, FMT, FOUR, PERMUTE, BLOCK_C)
 
 
@@ -126,6 +139,7 @@ def add_rms_norm_triton(
     add_rms_norm_kernel[rows,](
         *(residual, parts, gain, out, record_scale, record_outer, record_parity, record_codes),
         *(rows, width, rows * width, eps, 1.0 / width),
+        *record_strides(record_scale, record_outer, record_parity, record_codes),
         S=1 if parts is None else parts.shape[0],
         DTYPE=TRITON_DTYPE[dtype],
         FMT=fmt,

@@ -33,6 +33,9 @@ from trace_kernels.formats import pack_bits, pack_codes
 from trace_kernels.quantize import BlockFormat, get_format
 
 CHUNK = 1024  # elements of a row that one program of a 2-D grid takes; a multiple of 128
+# Fields of a record begin at any multiple of 4 bytes: one kernel for all of them.
+RECORD_POINTERS = ["SCALE", "OUTER", "PARITY", "CODES"]
+RECORD_STRIDES = ["stride_scale", "stride_outer", "stride_parity", "stride_codes"]
 TRITON_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -67,13 +70,19 @@ def record_tensors(
     shapes = {"scale": (rows, padded // fmt.block_size), "parity": (rows, padded // 8), "codes": (rows, padded // 2)}
     for name, shape in (shapes | {"outer": (rows,)}).items():
         tensor, dtype = getattr(record, name), torch.float32 if name == "outer" else torch.uint8
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or tensor[:1].stride()[1:] > (1,)):
             raise ValueError(
-                f"record.{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be contiguous {dtype} {shape}"
+                f"record.{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}: it must be "
+                f"{dtype} {shape}, dense within a row"
             )
     if record.outer is not None and not fmt.has_outer:
         raise ValueError(f"{fmt.name} has no outer scale: leave record.outer None")
     return record.scale, record.outer, record.parity, record.codes
+
+
+def record_strides(*record: Tensor | None) -> tuple[int, ...]:
+    """Elements from row to row of each tensor of a record: rows may be columns of one wider matrix."""
+    return tuple(0 if tensor is None else tensor.stride(0) for tensor in record)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,19 +183,17 @@ def row_outer(amax_bits_R, FMT: tl.constexpr, FOUR: tl.constexpr):
 
 
 @triton.jit
-def _record(codes, scale, row, start, C, SCALE, PARITY, CODES, B: tl.constexpr, CHUNK: tl.constexpr):
+def _record(codes, scale, start, C, SCALE, PARITY, CODES, B: tl.constexpr, CHUNK: tl.constexpr):
     blocks = tl.cdiv(C, B)
     if SCALE is not None:
         g = start // B + tl.arange(0, CHUNK // B)
-        tl.store(SCALE + row * blocks + g, tl.reshape(scale, (CHUNK // B,)).to(tl.uint8), mask=g < blocks)
+        tl.store(SCALE + g, tl.reshape(scale, (CHUNK // B,)).to(tl.uint8), mask=g < blocks)
     if PARITY is not None:
         p = start // 8 + tl.arange(0, CHUNK // 8)
-        width = blocks * (B // 8)
-        tl.store(PARITY + row * width + p, tl.reshape(fp4.pack_parity(codes), (CHUNK // 8,)), mask=p < width)
+        tl.store(PARITY + p, tl.reshape(fp4.pack_parity(codes), (CHUNK // 8,)), mask=p < blocks * (B // 8))
     if CODES is not None:
         h = start // 2 + tl.arange(0, CHUNK // 2)
-        width = blocks * (B // 2)
-        tl.store(CODES + row * width + h, tl.reshape(fp4.pack_codes(codes), (CHUNK // 2,)), mask=h < width)
+        tl.store(CODES + h, tl.reshape(fp4.pack_codes(codes), (CHUNK // 2,)), mask=h < blocks * (B // 2))
 
 
 @triton.jit
@@ -211,7 +218,7 @@ def finish_chunk(
     M,
     C,
     OUT,
-    SCALE,
+    SCALE,  # this and the next two: at the row already
     PARITY,
     CODES,
     FMT: tl.constexpr,
@@ -232,14 +239,14 @@ def finish_chunk(
         else:
             codes, scale = fp4.quantize_mxfp4(x_RGB)
             value_RG = fp4.e8m0_scale_value(scale)
-        _record(codes, scale, row, start, C, SCALE, PARITY, CODES, B, CHUNK)
+        _record(codes, scale, start, C, SCALE, PARITY, CODES, B, CHUNK)
         x = tl.reshape(fp4.e2m1_value(codes) * value_RG[:, :, None] * outer_R[:, None, None], (CHUNK,))
     if FMT != "none":
         x = tl.where(start + tl.arange(0, CHUNK) < C, x, 0.0)  # 0 times the scale of a NaN row
     _store_row(x, row, start, M, C, OUT, PERMUTE, CHUNK)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", *RECORD_STRIDES], do_not_specialize_on_alignment=RECORD_POINTERS)
 def round_rows_kernel(
     X,
     AMAX,  # FP32 [M, NUM_AMAX] whose maximum is the row's, or None: read the row
@@ -251,6 +258,10 @@ def round_rows_kernel(
     M,
     C,
     NUM_AMAX,
+    stride_scale,
+    stride_outer,
+    stride_parity,
+    stride_codes,
     FMT: tl.constexpr,
     FOUR: tl.constexpr,
     PERMUTE: tl.constexpr,
@@ -269,7 +280,13 @@ def round_rows_kernel(
         amax_bits_R = tl.max(tl.reshape(fp4.abs_bits(whole), (1, BLOCK_AMAX)), 1)
     outer_R = row_outer(amax_bits_R, FMT, FOUR)
     if OUTER is not None and start == 0:
-        tl.store(OUTER + row + tl.arange(0, 1), outer_R)
+        tl.store(OUTER + row * stride_outer + tl.arange(0, 1), outer_R)
+    if SCALE is not None:
+        SCALE += row * stride_scale
+    if PARITY is not None:
+        PARITY += row * stride_parity
+    if CODES is not None:
+        CODES += row * stride_codes
     c = start + tl.arange(0, CHUNK)
     x = tl.load(X + row * C + c, mask=c < C, other=0.0).to(tl.float32)
     finish_chunk(x, outer_R, row, start, M, C, OUT, SCALE, PARITY, CODES, FMT, FOUR, PERMUTE, CHUNK)
@@ -328,7 +345,8 @@ def launch_round_rows(
         return
     round_rows_kernel[rows, triton.cdiv(width, CHUNK)](
         *(x, amax, out, record_scale, record_outer, record_parity, record_codes),
-        *(rows, width, count, fmt, four_over_six, permute),
+        *(rows, width, count, *record_strides(record_scale, record_outer, record_parity, record_codes)),
+        *(fmt, four_over_six, permute),
         BLOCK_AMAX=triton.next_power_of_2(count or width),
         CHUNK=CHUNK,
         enable_fp_fusion=False,
@@ -336,11 +354,27 @@ def launch_round_rows(
 
 
 _MUTATED = ("record_scale", "record_outer", "record_parity", "record_codes")
-_round_rows = torch.library.custom_op("trace_kernels::round_rows", round_rows_reference, mutates_args=_MUTATED)
-_round_rows.register_kernel("cuda")(round_rows_triton)
+_recorded = torch.library.custom_op("trace_kernels::round_rows_recorded", round_rows_reference, mutates_args=_MUTATED)
+_recorded.register_kernel("cuda")(round_rows_triton)
+
+
+# Inductor of torch 2.11 cannot compile an operator whose mutated arguments are all None: without a record, another one.
+@torch.library.custom_op("trace_kernels::round_rows", mutates_args=())
+def _round_rows(x: Tensor, dtype: torch.dtype, fmt: str, four_over_six: bool, permute: bool) -> Tensor:
+    return round_rows_reference(x, dtype, fmt, four_over_six, permute, None, None, None, None)
+
+
+@_round_rows.register_kernel("cuda")
+def _(x: Tensor, dtype: torch.dtype, fmt: str, four_over_six: bool, permute: bool) -> Tensor:
+    return round_rows_triton(x, dtype, fmt, four_over_six, permute, None, None, None, None)
 
 
 @_round_rows.register_fake
+def _(x: Tensor, dtype: torch.dtype, fmt: str, four_over_six: bool, permute: bool) -> Tensor:
+    return empty_rows(x, x.shape[1], dtype, permute)
+
+
+@_recorded.register_fake
 def _(
     x: Tensor,
     dtype: torch.dtype,
@@ -375,4 +409,5 @@ def round_rows(
     Raises:
         ValueError: if the record does not fit.
     """
-    return _round_rows(x, dtype, *format_words(fmt), permute, *record_tensors(record, fmt, *x.shape))
+    plain = (x, dtype, *format_words(fmt), permute)
+    return _round_rows(*plain) if record is None else _recorded(*plain, *record_tensors(record, fmt, *x.shape))

@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
 from trace_lightning.hparams import from_plain, to_plain
-from trace_lightning.metrics import DivergenceMetrics
+from trace_lightning.metrics import DivergenceMetrics, PositionMetrics, argmax_agreement, audit_metrics
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.quantization.guidance import MismatchCounts
+from trace_lightning.quantization.guidance import Key, MismatchCounts
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.corrections import Correction, apply_corrections
 from trace_lightning.rl.losses import GRPO, GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
 from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
-from trace_lightning.rollout.scoring import score
-from trace_lightning.types import QuantRecipe, RolloutBatch
+from trace_lightning.rollout.scoring import score, score_all, spread
+from trace_lightning.types import QuantRecipe, RolloutBatch, SamplingParams
 
 log = logging.getLogger(__name__)
 _HEALTHY_MISMATCH = 0.01
@@ -99,6 +99,7 @@ class PolicyModule(pl.LightningModule):
         self.loss: PolicyLoss = from_plain(loss) or GRPO()
         self.advantages: AdvantageEstimator = from_plain(advantages) or GroupAdvantage()
         self.corrections: list[Correction] = from_plain(corrections or [])
+        self._check_corrections()
         self.learning_rate, self.warmup_steps, self.weight_decay = learning_rate, warmup_steps, weight_decay
         self.betas, self.max_grad_norm = (betas[0], betas[1]), max_grad_norm
         self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
@@ -108,9 +109,32 @@ class PolicyModule(pl.LightningModule):
         config = AutoConfig.from_pretrained(resolve_model_path(path))
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.policy: PreTrainedModel | None = None
-        self.divergence = DivergenceMetrics()
+        self.divergence, self.positions = DivergenceMetrics(), PositionMetrics()
+        self.step_audit: dict[Key, list[float]] = {}  # of the last step, over all ranks, for whoever sums up a run
+        self.step_positions: list[list[float]] = []
         self._bad_steps = 0
         self._warned = False
+
+    def _check_corrections(self) -> None:
+        twice = [correction.label for correction in self.corrections if correction.reweights]
+        if twice and self.loss.corrects_rollout:
+            raise ValueError(
+                f"model.loss={type(self.loss).__name__} weighs by the ratio of trainer and rollout itself, and "
+                f"model.corrections={', '.join(twice)} would count it twice. Set model.corrections=[]; rules that only "
+                "drop (GeometricRejection, Veto) may stay."
+            )
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Refuse sampling that records less than the loss needs.
+
+        Raises:
+            ValueError: a loss that needs the most likely tokens, without `record_logprobs`.
+        """
+        if self.loss.needs_topk and not sampling.record_logprobs:
+            raise ValueError(
+                f"model.loss={type(self.loss).__name__} needs the rollout's most likely tokens: set "
+                "rollout.sampling.record_logprobs (e.g. 128), without top_k, top_p and min_p"
+            )
 
     def configure_model(self) -> None:
         """Load the policy once, in FP32 masters."""
@@ -154,6 +178,7 @@ class PolicyModule(pl.LightningModule):
         """All optimizer steps of one rollout, and its metrics."""
         if batch.rewards_B is None or batch.sampling is None:
             raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
+        self.check_sampling(batch.sampling)
         begin = time.perf_counter()
         batch.advantages_B = self.advantages(batch.rewards_B.view(-1, batch.num_generations)).flatten()
         assert batch.completion_mask_BT is not None
@@ -163,6 +188,7 @@ class PolicyModule(pl.LightningModule):
         self._collected: list[dict[str, SumCount]] = []
         self._mismatch = MismatchCounts()
         self.divergence.reset()
+        self.positions.reset()
         for iteration in range(self.num_iterations):
             self._first_pass = iteration == 0
             for indices in self._minibatches(len(batch.completions), iteration):
@@ -234,7 +260,8 @@ class PolicyModule(pl.LightningModule):
 
     def _micro_loss(self, micro: MicroBatch, old: Tensor | None, temperature: float, counts: GlobalCounts) -> Tensor:
         assert self.policy is not None
-        logprobs, entropy = score(self.policy, micro, temperature=temperature)
+        scores = score_all(self.policy, micro, temperature=temperature)
+        logprobs, recorded = scores.logprobs_BT, micro.topk_logprobs_NK
         old = logprobs.detach() if old is None else old
         corrected = apply_corrections(self.corrections, old, micro.rollout_logprobs_BT, micro.mask_BT)
         outputs = self.loss(
@@ -246,16 +273,22 @@ class PolicyModule(pl.LightningModule):
                 mask_BT=micro.mask_BT,
                 weights_BT=corrected.weights_BT,
                 counts=counts,
+                topk_logprobs_BTK=scores.topk_logprobs_BTK,
+                rollout_topk_logprobs_BTK=None if recorded is None else spread(recorded, micro.mask_BT),
             )
         )
-        metrics = {**outputs.metrics, **corrected.metrics, "entropy": sum_count(entropy, micro.mask_BT)}
+        metrics = {**outputs.metrics, **corrected.metrics, "entropy": sum_count(scores.entropy_BT, micro.mask_BT)}
         # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
         metrics["loss"] = (outputs.loss.detach(), torch.zeros((), device=self.device))
         self._collected.append(metrics)
         if self._first_pass:
-            self.divergence.update(old, micro.rollout_logprobs_BT, micro.mask_BT)
+            for metric in (self.divergence, self.positions):
+                metric.update(old, micro.rollout_logprobs_BT, micro.mask_BT)
             if micro.guidance is not None:
                 self._mismatch.merge(micro.guidance.mismatch)
+            if scores.topk_logprobs_BTK is not None and self.num_minibatches == 1:  # else the weights may have moved
+                agreement = argmax_agreement(scores.topk_logprobs_BTK.detach(), micro.mask_BT)
+                metrics["sampling/argmax_agreement"] = agreement
         return outputs.loss
 
     def _global_counts(self, mask_BT: Tensor, max_completion_length: int) -> GlobalCounts:
@@ -271,13 +304,24 @@ class PolicyModule(pl.LightningModule):
         sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
         values = {name: (total / count) for name, (total, count) in zip(merged, sums, strict=True) if count > 0}
         values |= self.divergence.compute()
-        mismatch = self._mismatch.compute()
-        self._watch_guidance(mismatch.get("after", 0.0))
-        values |= {f"guidance/code_mismatch_{name}": value for name, value in mismatch.items()}
-        if batch.guidance is not None:
-            values["guidance/bytes_per_token"] = batch.guidance.bytes_per_token
+        self.step_positions = self.positions.compute().tolist()
+        values |= self._guidance_values(batch)
         values["learning_rate"] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
         self.log_dict(values, batch_size=len(batch.prompts))
+
+    def _guidance_values(self, batch: RolloutBatch) -> dict[str, float]:
+        self.step_audit = {}
+        if batch.guidance is None:
+            return {}
+        keys = sorted(batch.guidance.tables)  # the same on every rank, whichever of them audited something
+        sums = self.trainer.strategy.reduce(self._mismatch.stack(keys, self.device), reduce_op="sum")
+        self.step_audit = dict(zip(keys, sums.tolist(), strict=True))
+        values = audit_metrics(self.step_audit)
+        self._watch_guidance(values.get("guidance/code_mismatch_after", 0.0))
+        values["guidance/bytes_per_token"] = batch.guidance.bytes_per_token
+        if "guidance_seconds" in batch.stats and batch.seconds.get("rollout"):
+            values["guidance/share_of_rollout_time"] = batch.stats["guidance_seconds"] / batch.seconds["rollout"]
+        return values
 
     def _watch_guidance(self, mismatch: float) -> None:
         """Say once that guidance has stopped to work: nothing else in a run would show it at once."""

@@ -39,6 +39,8 @@ class GuidanceConfig:
             k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights; with several
             optimizer steps per rollout, name all six.
         store: where the record waits for the trainer: `device` or `host`.
+        budget_gb: GB that the record of one rollout may take; null: what is free there. A rollout that could need more
+            is refused before it begins.
         audit_sequences: sequences per rollout whose full codes are kept as well, so that the mismatch of codes is
             measured and not assumed. 0 turns the measurement off.
     """
@@ -48,6 +50,7 @@ class GuidanceConfig:
     layers: str = "all"
     sites: list[str] | None = None
     store: Literal["device", "host"] = "device"
+    budget_gb: float | None = None
     audit_sequences: int = 4
 
     def __post_init__(self) -> None:
@@ -56,6 +59,8 @@ class GuidanceConfig:
         for site in self.sites or ():
             if site not in SITES:
                 raise ValueError(f"guidance.sites names {site!r}; the sites are {', '.join(SITES)}")
+        if self.budget_gb is not None and self.budget_gb <= 0:
+            raise ValueError(f"guidance.budget_gb={self.budget_gb} must be above 0, or null for what is free")
         if self.audit_sequences < 0:
             raise ValueError("guidance.audit_sequences must be >= 0")
 
@@ -68,24 +73,29 @@ class QuantRecipe:
         weights: format of the linear weights in the rollout: `none | nvfp4 | mxfp4 | fp8`.
         activations: format of the inputs of those linears.
         kv_cache: format of K and V.
-        trainer: `qat`, the trainer's forward uses the same quantisers; `bf16`, it does not (the naive baseline).
+        trainer: `qat`, the trainer's forward uses the same quantisers; `qat_weights`, it rounds weights and K/V but not
+            the inputs of linears (QUADS, arXiv 2607.15810, whose K/V are BF16: kv_cache=none); `bf16`, it rounds
+            nothing (the naive baseline).
         guidance: what the rollout records to steer the trainer's rounding.
         exclude: regular expressions; a linear whose name matches stays in high precision. Embeddings, `lm_head` and
             routers always do.
         bf16_layers: decoder layers kept in high precision, e.g. `[first:1, last:2]`.
         kv_rotation: `hadamard` rotates Q and K (blocks of 16) before K is quantised.
         four_over_six: NVFP4 blocks try a maximum of 4 as well as 6 and keep the lower error (arXiv 2512.02010).
+        residual_share: share of channels whose rounding error the rollout quantises and adds again at the inputs of
+            linears (QUADS takes .5); 0 is off. See `trace_kernels.compensation`.
     """
 
     weights: FormatName = "none"
     activations: FormatName = "none"
     kv_cache: FormatName = "none"
-    trainer: Literal["bf16", "qat"] = "qat"
+    trainer: Literal["bf16", "qat", "qat_weights"] = "qat"
     guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
     exclude: list[str] = field(default_factory=list)
     bf16_layers: list[str] = field(default_factory=list)
     kv_rotation: Literal["none", "hadamard"] = "none"
     four_over_six: bool = False
+    residual_share: float = 0.0
 
     def __post_init__(self) -> None:
         for entry in self.bf16_layers:
@@ -96,7 +106,24 @@ class QuantRecipe:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"recipe.exclude has {pattern!r}, not a regular expression: {error}") from error
+        self._check_residual()
         self._check_guidance()
+
+    def _check_residual(self) -> None:
+        if not 0 <= self.residual_share <= 1:
+            raise ValueError(f"recipe.residual_share={self.residual_share}: a share of channels, so in [0, 1]")
+        if not self.residual_share:
+            return
+        if self.activations not in FP4:
+            raise ValueError(
+                f"recipe.residual_share={self.residual_share} returns the rounding error of FP4 activations, but "
+                f"recipe.activations={self.activations}. Set recipe.activations=nvfp4, or recipe.residual_share=0."
+            )
+        if self.guidance.mode != "none":
+            raise ValueError(
+                f"recipe.residual_share={self.residual_share} adds a second code per element, which guidance does not "
+                "record. Set recipe.guidance.mode=none, or recipe.residual_share=0."
+            )
 
     def _check_guidance(self) -> None:
         guidance = self.guidance
@@ -105,7 +132,8 @@ class QuantRecipe:
         if self.trainer != "qat":
             raise ValueError(
                 f"recipe.guidance.mode={guidance.mode} steers the trainer's rounding, but recipe.trainer={self.trainer}"
-                " does not round. Set recipe.trainer=qat, or recipe.guidance.mode=none."
+                f" does not round{'' if self.trainer == 'bf16' else ' activations'}. Set recipe.trainer=qat, or "
+                "recipe.guidance.mode=none."
             )
         if not self.guided_sites:
             raise ValueError(
@@ -125,6 +153,15 @@ class QuantRecipe:
     def site_format(self, site: str) -> FormatName:
         """The number format at one of `SITES`."""
         return self.kv_cache if site in ("k", "v") else self.activations
+
+    @property
+    def trained(self) -> QuantRecipe:
+        """The formats that the trainer's own forward rounds to: all, all but those of activations, or none."""
+        if self.trainer == "bf16":
+            return QuantRecipe()
+        if self.trainer == "qat":
+            return self
+        return dataclasses.replace(self, activations="none", residual_share=0.0)
 
     @property
     def guided_sites(self) -> tuple[str, ...]:
@@ -161,6 +198,7 @@ class QuantRecipe:
         used = sorted({f for f in (self.weights, self.activations, self.kv_cache) if f != "none"})
         text = f"W{bits[self.weights]}A{bits[self.activations]}KV{bits[self.kv_cache]}"
         text += f"/{'+'.join(used)}" if used else ""
+        text += f"+residual{self.residual_share:g}" if self.residual_share else ""
         return text + (f"+{self.guidance.mode}" if self.guidance.mode != "none" else "")
 
 
@@ -178,6 +216,9 @@ class SamplingParams:
         top_p: keep the smallest set of tokens with this probability mass.
         min_p: keep tokens at least this likely relative to the most likely one.
         record_support: tokens kept per position for the trainer; required for training with truncated sampling.
+        record_logprobs: keep ids and FP32 log-probs of the k most likely tokens per position, k = this number, for
+            losses that need more of the distribution than the drawn token (`ScoreCentering`). Untruncated sampling
+            only. Costs 8 k bytes on the device for every token that the rows of the decode state can hold.
         max_new_tokens: completion length limit, at least 1.
         beyond_context: what to do when prompt and `max_new_tokens` exceed the model's context: `error`, or `cut` the
             completion at the context's end (its finish reason is then `length`).
@@ -192,6 +233,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     record_support: int = 0
+    record_logprobs: int = 0
     max_new_tokens: int = 256
     beyond_context: Literal["error", "cut"] = "error"
     stop_token_ids: list[int] = field(default_factory=list)
@@ -206,11 +248,19 @@ class SamplingParams:
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p < 1,
             "record_support": self.record_support >= 0,
+            "record_logprobs": self.record_logprobs >= 0,
             "max_new_tokens": self.max_new_tokens >= 1,
         }
         for name, fine in checks.items():
             if not fine:
                 raise ValueError(f"sampling.{name}={getattr(self, name)} is out of range")
+        if self.record_logprobs and (self.truncated or self.temperature == 0):
+            raise ValueError(
+                f"sampling.record_logprobs={self.record_logprobs} records the whole distribution, but temperature="
+                f"{self.temperature}, top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p} draw from a part of "
+                "it. Switch truncation off (top_k=-1, top_p=1, min_p=0, temperature above 0), or record_logprobs=0. "
+                "If this is rollout.eval_sampling, set it there."
+            )
 
     @property
     def truncated(self) -> bool:
@@ -219,8 +269,8 @@ class SamplingParams:
 
     @property
     def distribution(self) -> tuple[float, ...]:
-        """What the distribution that tokens are drawn from depends on, beside the logits."""
-        return self.temperature, self.top_k, self.top_p, self.min_p, self.record_support
+        """What a draw and its record depend on, beside the logits: a captured step serves one value of it."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.record_support, self.record_logprobs
 
     def check_trainable(self) -> None:
         """Refuse parameters under which rollout and trainer log-probs would belong to different distributions.
@@ -262,7 +312,9 @@ class Completion:
 
     `logprobs[i]` belongs to `token_ids[i]`, under the distribution it was drawn from. `guidance_rows` maps every token
     that was fed to the model (prompt and completion without the last token) to a row of the rollout's GuidanceRecord.
-    `support_ids` holds the surviving token ids per position, [len, record_support] padded with -1.
+    `support_ids` holds the surviving token ids per position, [len, record_support] padded with -1. `topk_ids` int64 and
+    `topk_logprobs` FP32, both [len, record_logprobs], are the most likely tokens, most likely first; a vocabulary
+    smaller than that is padded with id -1 and log-prob -inf.
     """
 
     token_ids: list[int]
@@ -272,6 +324,8 @@ class Completion:
     text: str = ""
     guidance_rows: Tensor | None = None
     support_ids: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
 
 
 @dataclass(kw_only=True)

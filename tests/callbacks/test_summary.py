@@ -9,7 +9,7 @@ import torch
 from trace_lightning.callbacks import RunSummary
 from trace_lightning.callbacks.curves import draw_curves, running_mean
 from trace_lightning.callbacks.history import METRICS, PHASES, RunHistory, json_safe, pick
-from trace_lightning.callbacks.summary import summary_table
+from trace_lightning.callbacks.summary import as_csv, summary_table
 
 
 def history(num_steps: int, **columns: float) -> RunHistory:
@@ -48,6 +48,27 @@ class TestNumbers:
         ]
         assert run.summary()["throughput"] == {"rollout_tokens_per_s": 19.0, "rollout_share": 0.5}
 
+    def test_positions_and_audit_are_summed_over_the_run(self) -> None:
+        run = RunHistory()
+        run.add_positions([[2.0, 0.0, 1.0, 1.0], [2.0, 2.0, 4.0, 9.0]])
+        run.add_positions([[2.0, 0.0, 3.0, 5.0], [2.0, 2.0, 4.0, 9.0]])
+        first = [10.0, 5.0, 5.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 4.0]
+        table = {(11, "k"): first}
+        run.add_audit(table)
+        run.add_audit(table)
+        assert table == {(11, "k"): [10.0, 5.0, 5.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 4.0]}
+        summary = run.summary()
+        assert [b["mean_abs_dlogp"] for b in summary["per_position"]["buckets"]] == [1.0, 2.0]
+        assert summary["per_position"]["slope_per_doubling"] == pytest.approx(1.0)
+        low, high = summary["per_position"]["slope_95"]
+        assert low < 1 < high
+        assert run.audit == {"11/k": [2 * value for value in first]}
+        assert summary["guidance_sites"]["k"]["code_mismatch_before"] == 0.5
+        assert [(row["layer"], row["site"], row["codes"]) for row in run.layer_rows()] == [(11, "k", 20)]
+
+    def test_csv_has_every_column_and_empty_cells(self) -> None:
+        assert as_csv([{"a": 1, "b": "x"}, {"a": 2, "c": 0.5}]) == "a,b,c\n1,x,\n2,,0.5\n"
+
     def test_pick_takes_what_was_measured(self) -> None:
         metrics = {"reward": torch.tensor(0.5), "timing/train_s": 2.0, "unknown": torch.tensor(1.0)}
         assert pick(METRICS, metrics) == {"reward": 0.5, "train_s": 2.0}
@@ -63,10 +84,20 @@ class TestState:
     def test_history_travels_as_plain_numbers(self) -> None:
         first, second = RunSummary(), RunSummary()
         first.history = history(3)
+        first.history.add_positions([[1.0, 0.0, 2.0, 4.0]])
+        first.history.add_audit({(0, "k"): [1.0] * 10})
         state = first.state_dict()
         first.history.steps.append({"step": 3.0})
+        first.history.add_positions([[1.0, 0.0, 2.0, 4.0]])
         second.load_state_dict(json.loads(json.dumps(state)))
-        assert second.history == history(3)
+        assert second.history.steps == history(3).steps
+        assert second.history.positions == [[1.0, 0.0, 2.0, 4.0]]
+        assert second.history.audit_table == {(0, "k"): [1.0] * 10}
+
+    def test_a_checkpoint_from_before_positions_were_kept_is_read(self) -> None:
+        summary = RunSummary()
+        summary.load_state_dict({"steps": [], "heldout": [], "seconds": 1.0})
+        assert summary.history.positions == []
 
     def test_table_of_a_run_without_heldout(self) -> None:
         summary = RunHistory().summary() | {"status": "failed", "steps": 0, "model": "m", "task": None}
@@ -82,6 +113,8 @@ class TestCurves:
         columns |= dict.fromkeys(("mean_abs_dlogp", "max_abs_dlogp", "k3", "codes_before", "codes_after"), value)
         run = history(num_steps, **{k: v for k, v in columns.items() if k != "reward"})
         if num_steps > 1:
+            run.add_positions([[float(num_steps), float(k), 0.0 if value == 0 else k, k] for k in range(3)])
+            run.add_audit({(0, "attn_in"): [1.0] * 10, (1, "k"): [1.0] * 5 + [0.0] * 5})
             run.steps[0]["k3"] = 0.0  # zeros between positive values: no point may fall off a log axis
         draw_curves(run, tmp_path / "new" / "curves.png", "title")
         assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")

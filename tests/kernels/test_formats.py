@@ -10,6 +10,7 @@ from torch import Tensor
 
 from numerics import assert_bit_equal
 from trace_kernels import formats as F4
+from trace_kernels import pack_bits, pack_codes, parity_bits
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 # (midpoint, code it rounds to): a tie goes to the even code.
@@ -196,3 +197,9 @@ class TestE8M0:
     def test_adjacent_bytes_stay_in_range(self) -> None:
         lower, upper = F4.e8m0_adjacent(fp32(0.0, 2.0**-126, 3e38))
         assert (lower.tolist(), upper.tolist()) == ([1, 1, 252], [2, 2, 253])
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 64), (2, 5, 24)])
+def test_parity_bits_of_packed_codes(shape: tuple[int, ...]) -> None:
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    assert_bit_equal(parity_bits(pack_codes(codes)), pack_bits(codes & 1))

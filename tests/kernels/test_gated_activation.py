@@ -114,7 +114,10 @@ def test_mismatched_arguments_are_refused():
 @pytest.mark.parametrize("permute", [False, True], ids=["natural", "permuted"])
 def test_operator_keeps_its_promises_to_the_compiler(permute):
     arguments = (torch.randn(2, 3, 128), "silu", torch.float16, "nvfp4", False, permute, None, None, None, None)
-    torch.library.opcheck(torch.ops.trace_kernels.gated_activation.default, arguments)
+    torch.library.opcheck(torch.ops.trace_kernels.gated_activation.default, arguments[:6])
+    record = RowRecord(scale=torch.empty(3, 4, dtype=torch.uint8), codes=torch.empty(3, 32, dtype=torch.uint8))
+    fields = record_tensors(record, NVFP4(), 3, 64)
+    torch.library.opcheck(torch.ops.trace_kernels.gated_activation_recorded.default, (*arguments[:6], *fields))
 
 
 @pytest.mark.gpu

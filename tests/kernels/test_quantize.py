@@ -195,7 +195,7 @@ class TestZerosAndOverflow:
         x = torch.cat([torch.zeros(1, 16), torch.ones(1, 16)], dim=-1)
         q = SIX.quantize(x)
         assert q.scale is not None
-        assert q.scale.tolist() == [[0x08, 0x7E]]
+        assert q.scale.tolist() == [[0x08, 0x7B]]  # 352, the nearest to 2**11 / 6
         assert_bit_equal(SIX.dequantize(q)[:, :16], torch.zeros(1, 16))
 
     @pytest.mark.parametrize("fmt", ALL)
@@ -249,7 +249,8 @@ class TestScaleInvariance:
     def test_relative_error_does_not_depend_on_the_magnitude(self, fmt: BlockFormat, factor: float) -> None:
         """Small block scales underflowed in a BF16 path (vLLM#34577); the FP32 outer scale is what prevents it."""
         x = torch.randn(256, 1024) * 0.02
-        assert relative_error(fmt, x * factor) == pytest.approx(relative_error(fmt, x), rel=1e-4)
+        # The outer scale is a power of two, so another factor puts block scales elsewhere between two of theirs.
+        assert relative_error(fmt, x * factor) == pytest.approx(relative_error(fmt, x), rel=5e-3)
 
     @pytest.mark.parametrize("fmt", ALL)
     @pytest.mark.parametrize("power", [-20, 13])

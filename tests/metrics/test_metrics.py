@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from trace_lightning.metrics import CompletionMetrics, DivergenceMetrics, RewardMetrics, ThroughputMetrics
+from trace_lightning.metrics import (
+    CompletionMetrics,
+    DivergenceMetrics,
+    PositionMetrics,
+    RewardMetrics,
+    ThroughputMetrics,
+    argmax_agreement,
+)
 from trace_lightning.metrics.functional import merge_moments, moments
+from trace_lightning.metrics.histogram import QUANTILES
 
 NAN = float("nan")
 
@@ -50,19 +59,65 @@ def test_divergence_formulas(scale: float) -> None:
     metric.update(policy.masked_fill(~mask, NAN), rollout, mask)
     delta = (policy - rollout)[mask].double()
     rho = delta.exp()
+    gaps = torch.stack([row[keep].mean() for row, keep in zip(policy - rollout, mask, strict=True) if keep.any()])
+    probabilities = torch.stack([policy[mask], rollout[mask]]).exp()
     expected = {
         "sampling/sampling_logp_difference/mean": delta.abs().mean(),
         "sampling/sampling_logp_difference/max": delta.abs().max(),
         "sampling/importance_sampling_ratio/min": rho.min(),
         "sampling/importance_sampling_ratio/mean": rho.mean(),
         "sampling/importance_sampling_ratio/max": rho.max(),
+        "sampling/probability_pearson": torch.corrcoef(probabilities)[0, 1],
         "rollout_corr/kl": -delta.mean(),
         "rollout_corr/k3_kl": (rho - rho.log() - 1).mean(),
+        "rollout_corr/reverse_kl": (rho * delta).mean(),
+        "rollout_corr/reverse_k3_kl": (rho * delta - rho + 1).mean(),
         "rollout_corr/chi2_token": rho.square().mean() - 1,
         "rollout_corr/ess": 1 / (rho / rho.mean()).square().mean(),
         "rollout_corr/token_mult_prob_error": delta.abs().exp().mean(),
+        "rollout_corr/sequence_gap/mean": gaps.abs().mean(),
+        "rollout_corr/sequence_gap/max": gaps.abs().max(),
+        "rollout_corr/ppl_ratio": (-gaps.double()).mean().exp(),
     }
-    assert_same(metric.compute(), expected)
+    got = metric.compute()
+    for name, share in QUANTILES.items():  # exact to half a bin of log rho
+        ratio = got.pop(f"sampling/importance_sampling_ratio/{name}").log().item()
+        assert ratio == pytest.approx(delta.sort().values[math.ceil(share * len(delta)) - 1].item(), rel=0.04, abs=1e-6)
+    assert_same(got, expected)
+
+
+def test_both_directions_of_kl_estimate_the_kl_of_the_two_distributions() -> None:
+    """Tokens drawn from a known rollout distribution: the weighted estimate is that of KL(trainer, rollout)."""
+    rollout, policy = torch.tensor([0.6, 0.3, 0.1]).log(), torch.tensor([0.3, 0.4, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(rollout.exp(), 400_000, replacement=True, generator=generator).view(-1, 8)
+    metric = DivergenceMetrics()
+    metric.update(policy[drawn], rollout[drawn], torch.ones_like(drawn, dtype=torch.bool))
+    got = {name: value.item() for name, value in metric.compute().items()}
+    forward, reverse = ((p.exp() * (p - q)).sum().item() for p, q in ((rollout, policy), (policy, rollout)))
+    assert abs(forward - reverse) > 0.01  # or the test could not tell them apart
+    for name, exact in {"kl": forward, "k3_kl": forward, "reverse_kl": reverse, "reverse_k3_kl": reverse}.items():
+        assert got[f"rollout_corr/{name}"] == pytest.approx(exact, abs=0.005), name
+
+
+def test_correlation_of_nearly_certain_policies_keeps_its_digits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rollout = -1e-5 * torch.rand(1000, generator=generator)
+    policy = rollout - 1e-6 * torch.rand(1000, generator=generator)
+    metric = DivergenceMetrics()
+    metric.update(policy, rollout, torch.ones(1000, dtype=torch.bool))
+    exact = torch.corrcoef(torch.stack([policy, rollout]).double().exp())[0, 1].item()
+    assert exact < 0.9999
+    assert metric.compute()["sampling/probability_pearson"].item() == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-4, -2.0, -30.0])
+def test_correlation_with_a_side_that_does_not_vary_is_not_logged(value: float) -> None:
+    policy = -torch.rand(1000)
+    metric = DivergenceMetrics()
+    metric.update(policy, torch.full((1000,), value), torch.ones(1000, dtype=torch.bool))
+    assert "sampling/probability_pearson" not in metric.compute()
+    assert metric.compute()["rollout_corr/ess"] > 0
 
 
 def test_tiny_gaps_are_not_lost_in_fp32() -> None:
@@ -72,6 +127,8 @@ def test_tiny_gaps_are_not_lost_in_fp32() -> None:
     got, exact = metric.compute(), delta.double()
     assert got["rollout_corr/k3_kl"].item() == pytest.approx((exact.exp() - exact - 1).mean().item(), rel=1e-3)
     assert got["rollout_corr/chi2_token"].item() == pytest.approx((2 * exact).expm1().mean().item(), rel=1e-3)
+    reverse = (exact.exp() * exact - exact.expm1()).mean().item()
+    assert got["rollout_corr/reverse_k3_kl"].item() == pytest.approx(reverse, rel=1e-3)
 
 
 def test_equal_policies_have_no_divergence() -> None:
@@ -79,8 +136,8 @@ def test_equal_policies_have_no_divergence() -> None:
     metric = DivergenceMetrics()
     metric.update(policy, policy, mask)
     for name, value in metric.compute().items():
-        perfect = 1.0 if "ratio" in name or name.endswith(("ess", "prob_error")) else 0.0
-        assert value == perfect, name
+        perfect = 1.0 if "ratio" in name or name.endswith(("ess", "prob_error", "pearson")) else 0.0
+        assert value == (pytest.approx(1, abs=1e-6) if name.endswith("pearson") else perfect), name
 
 
 def test_extreme_gaps_stay_finite_and_the_maximum_stays_true() -> None:
@@ -102,6 +159,21 @@ def test_divergence_merges_over_unequal_parts(merge: Callable[..., dict[str, Ten
         part.update(*batch)
         parts.append(part)
     assert_same(merge(*parts), union.compute())
+
+
+def test_agreement_counts_what_is_proven() -> None:
+    nothing = -math.inf
+    topk_BTK = torch.tensor(
+        [
+            [0.6, 0.3],  # no other token can have more than .1
+            [0.3, 0.6],  # another recorded token is likelier
+            [0.3, 0.2],  # one that was not recorded may have .5
+            [0.9, 0.05],  # not a drawn token
+        ]
+    ).log()[None]
+    topk_BTK = torch.cat([topk_BTK, torch.full((1, 4, 1), nothing)], dim=-1)
+    mask_BT = torch.tensor([[True, True, True, False]])
+    assert [value.item() for value in argmax_agreement(topk_BTK, mask_BT)] == [1, 3]
 
 
 def test_divergence_of_several_updates_and_after_reset() -> None:
@@ -266,7 +338,9 @@ def test_throughput_of_nothing_is_not_logged() -> None:
     assert metric.compute() == {}
 
 
-@pytest.mark.parametrize("make", [DivergenceMetrics, RewardMetrics, CompletionMetrics, ThroughputMetrics])
+@pytest.mark.parametrize(
+    "make", [DivergenceMetrics, PositionMetrics, RewardMetrics, CompletionMetrics, ThroughputMetrics]
+)
 def test_states_are_tensors_of_fixed_shape(make: Callable[[], Metric]) -> None:
     # Lists of unequal length across ranks hang or crash the gather.
     metric = make()

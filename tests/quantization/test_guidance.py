@@ -13,7 +13,8 @@ from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, per
 from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpack_codes
 from trace_kernels import formats as F4
 from trace_lightning.models.policy import final_hidden
-from trace_lightning.quantization.guidance import GuidanceRecord, GuidanceRecorder, GuidanceRows, MismatchCounts
+from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
+from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape
 from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
 from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
 
@@ -30,10 +31,13 @@ def record_of(
     config: GuidanceConfig, passes: list[Quantized], audited: list[list[bool]] | None = None
 ) -> GuidanceRecord:
     """The record of one linear site of layer 0 over some forward passes."""
-    recorder = GuidanceRecorder(config, {(0, "attn_in")}, CPU)
+    fmt = MXFP4() if passes[0].outer is None else NVFP4()
+    recorder = GuidanceRecorder(config, {(0, "attn_in"): SiteShape(fmt, passes[0].width)}, CPU)
     for i, q in enumerate(passes):
-        recorder.begin(torch.tensor(audited[i]) if audited else torch.zeros(len(q.codes), dtype=torch.bool))
-        recorder.add(0, "attn_in", q)
+        picked = torch.tensor(audited[i]) if audited else torch.zeros(len(q.codes), dtype=torch.bool)
+        _, views = recorder.begin(picked, CPU)
+        views.add(0, "attn_in", q)
+        recorder.end()
     return recorder.finish(policy_version=7)
 
 
@@ -68,10 +72,12 @@ class TestRecord:
         assert_bit_equal(unpack_codes(audit), torch.cat([q.codes for q in passes])[[0, 2, 4]])
 
     def test_recorder_is_empty_after_finish(self) -> None:
-        recorder = GuidanceRecorder(GuidanceConfig(mode="full"), {(0, "attn_in")}, CPU)
+        recorder = GuidanceRecorder(GuidanceConfig(mode="full"), {(0, "attn_in"): SiteShape(NVFP4(), 32)}, CPU)
         for _ in range(2):
-            assert recorder.begin(torch.zeros(2, dtype=torch.bool)).tolist() == [0, 1]
-            recorder.add(0, "attn_in", NVFP4().quantize(torch.randn(2, 32)))
+            rows, views = recorder.begin(torch.zeros(2, dtype=torch.bool), CPU)
+            assert rows.tolist() == [0, 1]
+            views.add(0, "attn_in", NVFP4().quantize(torch.randn(2, 32)))
+            recorder.end()
             assert recorder.finish(0).num_rows == 2
 
     def test_foreign_record_is_refused(self) -> None:
@@ -134,6 +140,14 @@ class TestRowsOfARollout:
         engine = make_engine(make_model("qwen3"), recipe_of(layers=layers))
         assert engine.guidance_keys == {(layer, site) for layer in expected for site in SITES}
 
+    def test_a_record_beyond_its_budget_is_refused_before_drawing(self) -> None:
+        engine = make_engine(make_model("qwen3"), recipe_of(budget_gb=1e-5))
+        with pytest.raises(ValueError, match=r"bytes per token.*budget_gb=1e-05 is 0.0 GB.*guidance.store=host"):
+            engine.generate(PROMPTS, sampling(), record_guidance=True)
+        engine.generate(PROMPTS, sampling())
+        with pytest.raises(ValueError, match="budget_gb=0"):
+            recipe_of(budget_gb=0)
+
     def test_nothing_to_guide_is_refused(self) -> None:
         recipe = QuantRecipe(
             weights="nvfp4", activations="nvfp4", guidance=GuidanceConfig(mode="full", sites=["mlp_in"])
@@ -185,13 +199,69 @@ class TestGuidedValues:
         assert values[0, :3] == pytest.approx(torch.tensor([1.0, 2.0, 2.0]))
         # nearest gave 1.5, 3, 1.5: three of 32 wrong; guided gave 1, 2, 2: one wrong, by two codes
         assert rows.mismatch.compute() == {"before": 3 / 32, "after": 1 / 32, "after_off_by_one": 0.0}
+        sums = dict(zip(AUDIT_SUMS, rows.mismatch.sums[0, "attn_in"].tolist(), strict=True))
+        # off by one: 1.5 for 1 and 3 for 2 (codes 3 for 2, 5 for 4), while 1.5 for 4 is three codes away
+        assert sums == {
+            "elements": 32,
+            "before": 3,
+            "before_off_by_one": 2,
+            "after": 1,
+            "after_off_by_one": 0,
+            "tokens": 2,
+            "gap_before": 0.5**2 + 1**2 + 2.5**2,
+            "gap_nearest": 0.5**2 + 1**2 + 2.5**2,
+            "gap_after": 2**2,
+            "rollout": 29 * 36 + 1 + 4 + 16,
+        }
+
+    def test_own_scale_and_the_rollouts_scale_are_told_apart(self) -> None:
+        """The rollout's block reaches 12, the trainer's 6: the same value 1 has another code under each scale."""
+        fmt = MXFP4()
+        rollout, trainer = torch.full((1, 32), 1.0), torch.full((1, 32), 1.0)
+        rollout[0, 0], trainer[0, 0] = 12.0, 6.0
+        record = record_of(GuidanceConfig(mode="full"), [fmt.quantize(rollout)], [[True]])
+        rows = GuidanceRows.from_rows(record, torch.tensor([[0]]), CPU)
+        GuidedRounding(rows).values(0, "attn_in", trainer, fmt)
+        sums = dict(zip(AUDIT_SUMS, rows.mismatch.sums[0, "attn_in"].tolist(), strict=True))
+        # own scale 1: codes 6 -> index 7, 1 -> index 2; the rollout's scale 2: 12 -> 7, 1 -> index 1. Values agree but
+        # for the first.
+        assert (sums["before"], sums["before_off_by_one"], sums["after"]) == (31, 31, 1)
+        assert (sums["gap_before"], sums["gap_nearest"]) == (36, 36)
+
+    def test_scales_of_which_only_the_parity_is_known_give_no_values(self) -> None:
+        fmt, x = NVFP4(), torch.randn(3, 32)
+        record = record_of(GuidanceConfig(mode="full", scales="parity"), [fmt.quantize(x)], [[True] * 3])
+        rows = GuidanceRows.from_rows(record, torch.tensor([[0, 1, 2]]), CPU)
+        GuidedRounding(rows).values(0, "attn_in", x + 0.1, fmt)
+        sums = dict(zip(AUDIT_SUMS, rows.mismatch.sums[0, "attn_in"].tolist(), strict=True))
+        assert sums["elements"] == 96
+        assert sums["before"] > 0
+        assert sums["tokens"] == sums["gap_before"] == sums["rollout"] == 0
+
+    def test_an_audited_row_counts_once_however_many_samples_share_it(self) -> None:
+        fmt, x = NVFP4(), torch.randn(4, 32)
+        record = record_of(GuidanceConfig(mode="full"), [fmt.quantize(x)], [[True, True, False, True]])
+        rows = GuidanceRows.from_rows(record, torch.tensor([[3, 0, 2, -1], [0, 3, 1, 0]]), CPU)
+        assert rows.rows[rows.audit_index].tolist() == [3, 0, 1]
+        assert rows.audit_entries.tolist() == [2, 0, 1]
+        GuidedRounding(rows).values(0, "attn_in", x[[3, 0, 2, 2, 0, 3, 1, 0]], fmt)
+        elements, _, _, after, *_ = rows.mismatch.sums[0, "attn_in"].tolist()
+        assert (elements, after) == (3 * 32, 0)
 
     def test_mismatch_counts_add_up(self) -> None:
-        counts = MismatchCounts()
+        counts, other = MismatchCounts(), MismatchCounts()
         assert counts.compute() == {}
-        counts.add(torch.tensor(4), torch.tensor(2), torch.tensor(1), 10)
-        counts.add(torch.tensor(0), torch.tensor(0), torch.tensor(0), 30)
-        assert counts.compute() == {"before": 0.1, "after": 0.05, "after_off_by_one": 0.025}
+        first = torch.tensor([10.0, 4, 4, 2, 1, 1, 9, 4, 1, 16], dtype=torch.float64)
+        second = torch.tensor([30.0, *[0] * 9], dtype=torch.float64)
+        counts.add((0, "k"), first)
+        other.add((0, "k"), second)
+        other.add((3, "o_in"), second)
+        counts.merge(other)
+        counts.merge(other)
+        assert counts.compute() == {"before": 4 / 130, "after": 2 / 130, "after_off_by_one": 1 / 130}
+        stacked = counts.stack([(0, "k"), (1, "k"), (3, "o_in")], CPU)
+        assert_bit_equal(stacked, torch.stack([first + 2 * second, torch.zeros(10).double(), 2 * second]))
+        assert_bit_equal(first[:1], torch.tensor([10.0]).double())  # what was added is not written to
 
 
 class Measuring(GuidedRounding):
@@ -221,6 +291,25 @@ class Measuring(GuidedRounding):
         self.bracketed += int(inside.sum())
         self.unequal_in_bracket += int((result[index] != rollout)[inside].sum())
         return result
+
+
+class BothModes(GuidedRounding):
+    """Rounds by full codes, and compares with what their parity bits alone would give."""
+
+    def __init__(self, rows: GuidanceRows) -> None:
+        super().__init__(rows)
+        self.inside: dict[tuple[int, str], tuple[int, int]] = {}  # codes in the trainer's bracket, unequal ones
+
+    def _round(self, layer: int, site: str, x: Tensor, fmt: Any, table: Any) -> Quantized:
+        q = super()._round(layer, site, x, fmt, table)
+        rolled = unpack_codes(table.codes[self.rows.rows])
+        assert q.scale is not None
+        parity = fmt.round_parity(x, q.scale, q.outer, rolled & 1)
+        z = fmt.normalize(x, q.scale, q.outer).flatten(-2)
+        lower = F4.e2m1_bracket(z)
+        inside = (F4.with_sign(lower, z < 0) == rolled) | (F4.with_sign(lower + 1, z < 0) == rolled)
+        self.inside[layer, site] = int(inside.sum()), int((parity.codes != q.codes)[inside].sum())
+        return q
 
 
 class TestOnATrajectory:
@@ -263,8 +352,36 @@ class TestOnATrajectory:
         policy, scorer, _ = self.rolled_out("nvfp4", "parity")
         rounding = GuidedRounding(scorer.guidance())
         scorer.logprobs(policy, 0.8, rounding)
-        assert rounding.rows.mismatch.elements > 0
         assert rounding.rows.mismatch.compute()["after"] == 0
+        for key, sums in rounding.rows.mismatch.sums.items():
+            assert sums[AUDIT_SUMS.index("tokens")] == len(rounding.rows.audit_index), key
+            assert sums[AUDIT_SUMS.index("gap_after")] == 0, key
+
+    @pytest.mark.parametrize("mode", ["full", "parity"])
+    @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+    def test_d_act_at_every_site(self, fmt: str, mode: str) -> None:
+        """Against nearest rounding on the same scales: never larger with full codes, and not on the whole with parity,
+        which may pick the farther code only where the rollout's left the trainer's bracket."""
+        policy, scorer, _ = self.rolled_out(fmt, mode)
+        rounding = GuidedRounding(scorer.guidance())
+        scorer.logprobs(perturbed(policy, 3e-3), 0.8, rounding)
+        table = {key: dict(zip(AUDIT_SUMS, s.tolist(), strict=True)) for key, s in rounding.rows.mismatch.sums.items()}
+        assert set(table) == {(layer, site) for layer in (0, 1) for site in SITES}
+        for key, sums in table.items():
+            assert sums["gap_after"] <= sums["gap_nearest"] * (1 + 1e-6), key
+            assert sums["gap_nearest"] > 0, key
+            assert sums["after"] <= sums["before"], key
+
+    @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+    @torch.no_grad()
+    def test_parity_equals_full_inside_the_bracket_at_every_site(self, fmt: str) -> None:
+        policy, scorer, _ = self.rolled_out(fmt, "full")
+        both = BothModes(scorer.guidance())
+        final_hidden(perturbed(policy, 3e-3), scorer.token_ids(), both)
+        assert set(both.inside) == {(layer, site) for layer in (0, 1) for site in SITES}
+        for key, (inside, unequal) in both.inside.items():
+            assert inside > 1000, key
+            assert unequal == 0, key
 
 
 def test_guidance_of_fp8_is_refused_by_the_recipe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from numerics import assert_bit_equal
-from tiny import VOCAB, make_engine, make_model, make_policy, make_prompts, sampling
+from tiny import VOCAB, make_engine, make_model, make_policy, make_prompts, rollout_logprobs, sampling
 from tiny import Scorer as Scored
 from trace_kernels import get_format
 from trace_lightning.models.layout import read_layout
@@ -131,6 +132,61 @@ class TestInstall:
         for model, attention in zip(models, ("sdpa", "eager"), strict=True):
             install_qat(model, QuantRecipe(kv_cache="nvfp4"), attention=attention)
         assert (models[0](ids).logits - models[1](ids).logits).abs().max() <= 1e-4
+
+
+class TestAsymmetric:
+    """QUADS: the trainer rounds weights alone; the rollout rounds activations too and may return their residual."""
+
+    QUADS = QuantRecipe(weights="nvfp4", activations="nvfp4", trainer="qat_weights", residual_share=0.5)
+
+    def test_the_trainer_rounds_weights_and_not_activations(self) -> None:
+        ids = token_ids()
+        asymmetric, weights_only = (
+            make_policy("qwen3", recipe) for recipe in (self.QUADS.trained, QuantRecipe(weights="nvfp4"))
+        )
+        assert_bit_equal(asymmetric(ids).logits, weights_only(ids).logits)
+        assert QuantRecipe(trainer="bf16", weights="nvfp4", activations="nvfp4").trained == QuantRecipe()
+        assert W4A4KV4.trained is W4A4KV4
+        assert self.QUADS.label == "W4A4KV16/nvfp4+residual0.5"
+
+    def test_k_and_v_are_rounded_as_the_recipe_says(self) -> None:
+        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", trainer="qat_weights")
+        ids = token_ids()
+        with_kv, same, without = (
+            make_policy("qwen3", r)(ids).logits
+            for r in (recipe.trained, QuantRecipe(weights="nvfp4", kv_cache="nvfp4"), QuantRecipe(weights="nvfp4"))
+        )
+        assert_bit_equal(with_kv, same)
+        assert not torch.equal(with_kv, without)
+
+    def test_a_residual_brings_the_rollout_nearer_to_the_trainer(self) -> None:
+        ids = token_ids()
+        target = make_policy("qwen3", self.QUADS.trained)(ids).logits
+        gaps = []
+        for share in (0.0, 0.25, 0.5, 1.0):
+            rollout = make_policy("qwen3", dataclasses.replace(self.QUADS, residual_share=share))
+            gaps.append((rollout(ids).logits - target).norm().item())
+        assert gaps == sorted(gaps, reverse=True)
+        assert gaps[-1] < 0.2 * gaps[0]
+
+    def test_gradients_pass_straight_through_the_residual(self) -> None:
+        policy, ids = make_policy("qwen3", self.QUADS), token_ids()
+        policy(ids).logits.square().mean().backward()
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        assert len(gradients) == len(list(policy.parameters()))
+        assert all(g.isfinite().all() for g in gradients)
+        assert all((g != 0).any() for g in gradients if g.ndim > 1)
+
+    def test_the_engine_rounds_activations_that_its_policy_does_not(self) -> None:
+        """The compatibility decoder is a copy of the policy, and must not inherit what that leaves out."""
+        policy, prompts = make_policy("qwen3", self.QUADS.trained), make_prompts(5, 16)
+        engine = make_engine(policy, self.QUADS, decoder="hf")
+        generation = engine.generate(prompts, sampling(), num_samples=2)
+        scored = Scored(prompts, generation, 2)
+        rolled = rollout_logprobs(generation)
+        both_sides = scored.logprobs(make_policy("qwen3", self.QUADS), 0.8)
+        assert (both_sides - rolled).abs().max() < 1e-4
+        assert (scored.logprobs(policy, 0.8) - rolled).abs().max() > 1e-3
 
 
 class TestMixtureOfExperts:

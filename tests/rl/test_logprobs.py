@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trace_lightning.rl import token_logprobs
+from trace_lightning.rl import token_and_topk_logprobs, token_logprobs
 
 N, D, V = 13, 8, 29
 
@@ -124,6 +124,33 @@ def test_support_renormalises_over_what_could_be_drawn(case, chunk_size: int) ->
     wanted = torch.autograd.grad(expected.sum(), [hidden, head.weight])
     got = torch.autograd.grad(logprobs.sum(), [hidden, head.weight])
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 1024])
+def test_more_ids_are_scored_under_the_same_softmax(case, chunk_size: int) -> None:
+    hidden, head, targets = case
+    ids = torch.randint(0, V, (N, 5))
+    ids[::3, -2:] = -1
+    logprobs, _, more = token_and_topk_logprobs(hidden, head, targets, ids, temperature=0.8, chunk_size=chunk_size)
+    reference = torch.log_softmax(head(hidden) / 0.8, dim=-1)
+    expected = reference.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    torch.testing.assert_close(more, expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(logprobs, token_logprobs(hidden, head, targets, temperature=0.8, chunk_size=chunk_size)[0])
+    factors = torch.rand(N, 5)
+    wanted, got = (
+        torch.autograd.grad((factors * torch.where(ids < 0, 0.0, x)).sum() + y.sum(), [hidden, head.weight])
+        for x, y in ((expected, reference.gather(-1, targets[:, None])), (more, logprobs))
+    )
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_more_ids_that_do_not_belong_are_named(case) -> None:
+    hidden, head, targets = case
+    with pytest.raises(ValueError, match=r"topk \(5, 2\): expected \[13, K\]"):
+        token_and_topk_logprobs(hidden, head, targets, torch.zeros(5, 2).long(), temperature=1.0)
+    ids = targets[:, None]
+    with pytest.raises(ValueError, match="untruncated sampling"):
+        token_and_topk_logprobs(hidden, head, targets, ids, temperature=1.0, support_NK=ids)
 
 
 def test_support_of_one_token_has_logprob_zero(case) -> None:

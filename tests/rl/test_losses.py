@@ -11,10 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from trace_lightning.rl import DAPO, GRPO, DrGRPO, GlobalCounts, LossInputs, PolicyLoss, merge_metrics
+from trace_lightning.rl import (
+    DAPO,
+    GRPO,
+    TBPO,
+    DrGRPO,
+    GlobalCounts,
+    LossInputs,
+    PolicyLoss,
+    ScoreCentering,
+    merge_metrics,
+)
 from trace_lightning.rl.losses import K3_LIMIT, LOG_RATIO_LIMIT
 
-LOSSES = [GRPO(), DrGRPO(), DAPO(), GRPO(delta=2.0, beta=0.1), DAPO(beta=0.05)]
+LOSSES = [
+    *(GRPO(), DrGRPO(), DAPO(), GRPO(delta=2.0, beta=0.1), DAPO(beta=0.05)),
+    *(TBPO(positive_high=9.0, negative_low=0.9, negative_high=9.0), ScoreCentering(), ScoreCentering(cap=None)),
+]
 RATIOS = (1.5, 0.5, 1.1)
 
 
@@ -36,12 +49,15 @@ def random_inputs(lengths: list[int], width: int = 7) -> LossInputs:
     shape = (len(lengths), width)
     mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
     policy = -torch.rand(shape) * 3
+    top, rollout_top = (torch.log_softmax(torch.randn(*shape, 5), dim=-1)[..., :4] for _ in range(2))
     return LossInputs(
         policy_logprobs_BT=policy.requires_grad_(),
         old_logprobs_BT=policy.detach() + 0.3 * torch.randn(shape),
         rollout_logprobs_BT=policy.detach() + 0.3 * torch.randn(shape),
         ref_logprobs_BT=policy.detach() + 0.3 * torch.randn(shape),
         weights_BT=torch.rand(shape) * 2,
+        topk_logprobs_BTK=top,
+        rollout_topk_logprobs_BTK=rollout_top,
         advantages_B=torch.randn(len(lengths)),
         mask_BT=mask,
         counts=GlobalCounts.from_mask(mask, 9),
@@ -51,9 +67,9 @@ def random_inputs(lengths: list[int], width: int = 7) -> LossInputs:
 def rows(inputs: LossInputs, index: Any, width: int | None = None) -> LossInputs:
     """A micro-batch of some rows, cut to `width` tokens, with the counts of the whole."""
     parts = {
-        f.name: getattr(inputs, f.name)[index][..., :width] if f.name != "advantages_B" else inputs.advantages_B[index]
+        f.name: getattr(inputs, f.name)[index][:, :width] if f.name != "advantages_B" else inputs.advantages_B[index]
         for f in dataclasses.fields(inputs)
-        if f.name != "counts"
+        if f.name != "counts" and getattr(inputs, f.name) is not None
     }
     return LossInputs(**parts, counts=inputs.counts)
 
@@ -146,8 +162,11 @@ def test_masked_tokens_have_exactly_zero_gradient(loss: PolicyLoss, garbage: flo
     expected = inputs.policy_logprobs_BT.grad
     assert (expected[~inputs.mask_BT] == 0).all()
     assert (expected[inputs.mask_BT] != 0).any()
-    for name in ("policy_logprobs_BT", "old_logprobs_BT", "ref_logprobs_BT", "weights_BT"):
-        setattr(inputs, name, getattr(inputs, name).detach().masked_fill(~inputs.mask_BT, garbage))
+    for field in dataclasses.fields(inputs):
+        if field.name not in ("mask_BT", "advantages_B", "counts"):
+            tensor = getattr(inputs, field.name).detach()
+            mask = inputs.mask_BT if tensor.ndim == 2 else inputs.mask_BT.unsqueeze(-1)
+            setattr(inputs, field.name, tensor.masked_fill(~mask, garbage))
     inputs.policy_logprobs_BT.requires_grad_()
     dirty = loss(inputs)
     dirty.loss.backward()
@@ -242,6 +261,8 @@ def test_bad_input_is_named() -> None:
         dataclasses.replace(good, old_logprobs_BT=torch.zeros(1, 2))
     with pytest.raises(ValueError, match="advantages_B has shape"):
         dataclasses.replace(good, advantages_B=torch.zeros(3))
+    with pytest.raises(ValueError, match="topk_logprobs_BTK has shape"):
+        dataclasses.replace(good, topk_logprobs_BTK=torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match="a mask is bool"):
         dataclasses.replace(good, mask_BT=torch.ones(1, 3))
     with pytest.raises(ValueError, match="reference log-probs"):
@@ -257,6 +278,8 @@ def test_bad_input_is_named() -> None:
         (["--loss=DAPO"], DAPO()),
         (["--loss=trace_lightning.rl.GRPO", "--loss.epsilon=0.1", "--loss.beta=0.01"], GRPO(epsilon=0.1, beta=0.01)),
         (["--loss=DrGRPO", "--loss.delta=3"], DrGRPO(delta=3.0)),
+        (["--loss=TBPO", "--loss.cap=1.5"], TBPO(cap=1.5)),
+        (["--loss=ScoreCentering", "--loss.cap=null"], ScoreCentering(cap=None)),
     ],
 )
 def test_any_loss_can_be_named_in_a_config(args: list[str], expected: PolicyLoss) -> None:

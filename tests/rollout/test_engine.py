@@ -23,6 +23,7 @@ from tiny import (
     sampling,
     sync,
 )
+from trace_lightning.models.policy import final_hidden, logits_head
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.rollout import engine as engine_module
 from trace_lightning.rollout import fused_decoder as decoder_module
@@ -113,6 +114,19 @@ class TestEndOfCompletions:
         for completion in self.unbroken(make_engine(make_model("qwen3"), PLAIN)):
             assert completion.text == TinyTokenizer().decode(completion.token_ids, skip_special_tokens=True)
             assert len(completion.logprobs) == len(completion.token_ids)
+
+
+@BOTH_DECODERS
+def test_residual_compensation_brings_the_rollout_closer_to_unrounded_activations(decoder: str) -> None:
+    """QUADS: weights rounded on both sides, activations in the rollout alone, with their error added again or not."""
+    rolled = {}
+    for share in (0.0, 0.5, 1.0):
+        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", trainer="qat_weights", residual_share=share)
+        policy = make_policy("qwen3", recipe.trained)
+        drawn = make_engine(policy, recipe, decoder=decoder).generate(PROMPTS, sampling(max_new_tokens=40))
+        rolled[share] = (rollout_logprobs(drawn) - Scorer(PROMPTS, drawn, 1).logprobs(policy, 0.8)).abs().mean()
+    assert rolled[1.0] < rolled[0.5] < rolled[0.0]
+    assert rolled[1.0] < rolled[0.0] / 3
 
 
 class TestBatching:
@@ -505,6 +519,71 @@ class TestVerify:
     def test_a_right_one_passes_in_bf16_over_a_quantised_policy(self, family: str) -> None:
         policy = make_policy(family, W4A4KV4)
         assert make_engine(policy, W4A4KV4, dtype=torch.bfloat16).policy_version == 0
+
+
+class TestMostLikelyTokens:
+    """`record_logprobs`: the engine's top-k are the trainer's."""
+
+    @staticmethod
+    def recorded(generation: Generation) -> tuple[Tensor, Tensor]:
+        ids = [completion.topk_ids for completion in generation.completions]
+        logprobs = [completion.topk_logprobs for completion in generation.completions]
+        return torch.cat(ids), torch.cat(logprobs)  # type: ignore[arg-type]
+
+    @BOTH_DECODERS
+    def test_equal_the_trainers_log_probs_of_the_same_ids(self, decoder: str) -> None:
+        policy = make_model("qwen3")
+        params = sampling(record_logprobs=7)
+        generation = make_engine(policy, PLAIN, decoder=decoder).generate(PROMPTS, params, num_samples=3)
+        ids, logprobs = self.recorded(generation)
+        scorer = Scorer(PROMPTS, generation, 3)
+        logits = logits_head(policy)(final_hidden(policy, scorer.token_ids())[scorer.predicting()])
+        expected = (logits / 0.8).log_softmax(-1).detach()
+        assert ids.shape == logprobs.shape == (len(expected), 7)
+        torch.testing.assert_close(logprobs, expected.gather(-1, ids), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logprobs, expected.topk(7).values, atol=1e-5, rtol=1e-5)
+
+    def test_survive_preemption(self) -> None:
+        policy = make_policy("qwen3", PLAIN, dtype=torch.float64)
+        params = sampling(max_new_tokens=40, record_logprobs=4)
+        roomy, tight = (
+            make_engine(policy, PLAIN, dtype=torch.float64, **settings).generate(PROMPTS, params, num_samples=4)
+            for settings in ({}, {"kv_cache_tokens": 256})
+        )
+        assert tight.stats["preempted"] > 0
+        assert torch.equal(self.recorded(tight)[0], self.recorded(roomy)[0])
+        torch.testing.assert_close(self.recorded(tight)[1], self.recorded(roomy)[1], atol=1e-5, rtol=1e-5)
+
+    def test_a_small_vocabulary_is_padded(self) -> None:
+        engine = make_engine(make_model("qwen3"), PLAIN)
+        ids, logprobs = self.recorded(engine.generate(PROMPTS, sampling(record_logprobs=130)))
+        assert ids.shape[1] == 130
+        assert (ids[:, 128:] == -1).all()
+        assert (logprobs[:, 128:] == -torch.inf).all()
+        assert torch.equal(ids[:, :128].sort(-1).values, torch.arange(128).expand(len(ids), 128))
+
+    def test_nothing_is_kept_unless_asked_for(self) -> None:
+        engine = make_engine(make_model("qwen3"), PLAIN)
+        drawn = [engine.generate(PROMPTS, sampling(record_logprobs=k)) for k in (5, 0)]
+        assert self.recorded(drawn[0])[0].shape[1] == 5
+        assert all(c.topk_ids is None and c.topk_logprobs is None for c in drawn[1].completions)
+        assert tokens(drawn[0]) == tokens(drawn[1])
+
+    @pytest.mark.gpu
+    def test_are_the_same_from_a_graph(self) -> None:
+        shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128}
+        model = make_model("qwen3", **shape, initializer_range=0.05).to("cuda", torch.bfloat16)
+        params, drawn = sampling(max_new_tokens=30, record_logprobs=6), []
+        for cuda_graphs in (False, True):
+            settings = {"page_size": 64, "decode_window": 4, "cuda_graphs": cuda_graphs}
+            drawn.append(make_engine(model, PLAIN, dtype=torch.bfloat16, **settings).generate(PROMPTS, params))
+        assert tokens(drawn[0]) == tokens(drawn[1])
+        eager, graphed = (self.recorded(generation) for generation in drawn)
+        assert torch.equal(eager[0], graphed[0])
+        assert torch.equal(eager[1], graphed[1])
+        for completion in drawn[1].completions:
+            assert completion.topk_ids is not None
+            assert completion.topk_ids.shape == (len(completion.token_ids), 6)
 
 
 class TestTruncatedSampling:

@@ -162,6 +162,34 @@ class TestInvariance:
             assert (other == reference).double().mean() < 0.05
 
 
+class TestMostLikely:
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_are_of_the_distribution_that_is_drawn_from(self, temperature: float) -> None:
+        logits = 3 * torch.randn(50, 40)
+        drawn = draw(logits, SamplingParams(temperature=temperature, record_logprobs=6))
+        assert drawn.topk_ids is not None
+        assert drawn.topk_logprobs is not None
+        expected = (logits / temperature).log_softmax(-1).sort(dim=-1, descending=True)
+        assert torch.equal(drawn.topk_ids, expected.indices[:, :6])
+        torch.testing.assert_close(drawn.topk_logprobs, expected.values[:, :6])
+        hit = drawn.topk_ids == drawn.token_ids[:, None]
+        assert hit.any()
+        recorded = drawn.topk_logprobs[hit]
+        torch.testing.assert_close(recorded, drawn.logprobs[hit.any(-1)], atol=1e-5, rtol=1e-5)
+
+    def test_the_draw_does_not_change(self) -> None:
+        logits = torch.randn(50, 40)
+        plain, recorded = (draw(logits, SamplingParams(record_logprobs=k)) for k in (0, 6))
+        assert plain.topk_ids is None
+        assert torch.equal(plain.token_ids, recorded.token_ids)
+        assert torch.equal(plain.logprobs, recorded.logprobs)
+
+    @pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}])
+    def test_refused_where_a_part_is_drawn_from(self, settings: Any) -> None:
+        with pytest.raises(ValueError, match="record_logprobs=6 records the whole distribution"):
+            SamplingParams(record_logprobs=6, **settings)
+
+
 class TestSupport:
     @pytest.mark.parametrize("truncation", TRUNCATIONS)
     def test_holds_the_surviving_tokens(self, truncation: Any) -> None:

@@ -108,11 +108,12 @@ def measure_decode(
 def measure_sync(engine: LocalEngine, policy: PreTrainedModel, shape: ModelShape, limits: Limits | None) -> Rate:
     """Time `load_weights` once the engine is set up.
 
-    Bytes moved: the snapshot written once, and the masters read once, or twice by NVFP4, which needs their maximum
+    Bytes moved: the snapshot written once, and the masters read once, those of NVFP4 twice: their maximum comes
     first.
     """
     reads = 2 if engine.recipe.weights == "nvfp4" else 1
-    moved = 2 * reads * shape.params + snapshot_bytes(shape, engine.recipe)
+    unquantised = shape.params - shape.linear_params
+    moved = 2 * (reads * shape.linear_params + unquantised) + snapshot_bytes(shape, engine.recipe)
     version = engine.policy_version
 
     def sync() -> None:

@@ -1,4 +1,4 @@
-"""`curves.png`: six panels that tell whether a run learned, and whether rollout and trainer agreed while it did.
+"""`curves.png`: eight panels that tell whether a run learned, and whether rollout and trainer agreed while it did.
 
 Mismatch spans decades and is often exactly zero (guided rounding can make both sides bit-equal), so its axis is
 logarithmic down to the smallest value measured and linear from there to zero. A figure object is drawn directly:
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trace_lightning.callbacks.history import PHASES, RunHistory, mean, measured
+from trace_lightning.metrics import position_curve, position_slope, site_means
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe-Ito: told apart by colour-blind readers and in grey
 _MAX_BARS = 200
@@ -24,16 +25,20 @@ def draw_curves(history: RunHistory, path: Path, title: str = "") -> None:
     """Draw the history of a run into a PNG file, whole or not at all."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 7), dpi=110, layout="constrained")
-    axes = figure.subplots(2, 3)
+    figure = Figure(figsize=(17, 7), dpi=110, layout="constrained")
+    axes = figure.subplots(2, 4)
     _reward(axes[0][0], history)
     _mismatch(axes[0][1], history)
     _codes_or_throughput(axes[0][2], history)
+    _positions(axes[0][3], history)
     _single(axes[1][0], history, "entropy", "entropy", "nats per token", _COLORS[0])
     _single(axes[1][1], history, "mean_length", "completion length", "tokens", _COLORS[0])
     _phases(axes[1][2], history)
+    _sites(axes[1][3], history)
+    for axis in (*axes[0][:3], *axes[1][:3]):
+        _over_steps(axis, history)
     for axis in axes.flat:
-        _finish(axis, history)
+        _finish(axis)
     if title:
         figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +88,7 @@ def _mismatch(axis: Any, history: RunHistory) -> None:
     axis.set(title="trainer against rollout, sampled tokens", ylabel="log-prob difference")
 
 
-def _log_down_to_zero(axis: Any, values: Sequence[float]) -> None:
+def _log_down_to_zero(axis: Any, values: Sequence[float], all_zero: str = "exactly 0 in every step") -> None:
     positive = [value for value in values if 0 < value < math.inf]
     if positive:
         smallest = 10 ** math.floor(math.log10(min(positive)))
@@ -94,7 +99,7 @@ def _log_down_to_zero(axis: Any, values: Sequence[float]) -> None:
         axis.set_ylim(-0.1 * smallest, 2 * max(positive))
     elif values:
         axis.set_ylim(-0.05, 1)
-        axis.text(0.5, 0.5, "exactly 0 in every step", ha="center", transform=axis.transAxes, color="0.35")
+        axis.text(0.5, 0.5, all_zero, ha="center", transform=axis.transAxes, color="0.35")
 
 
 def _codes_or_throughput(axis: Any, history: RunHistory) -> None:
@@ -131,7 +136,38 @@ def _phases(axis: Any, history: RunHistory) -> None:
     axis.set(title="time per step", ylabel="seconds")
 
 
-def _finish(axis: Any, history: RunHistory) -> None:
+def _positions(axis: Any, history: RunHistory) -> None:
+    """Mean |Δ log p| along the completion, over the whole run: does the gap grow with what lies in the KV cache?"""
+    curve = position_curve(history.positions)
+    if curve:
+        axis.set_xscale("log", base=2)
+        values = [bucket["mean_abs_dlogp"] for bucket in curve]
+        _line(axis, [bucket["first"] for bucket in curve], values, _COLORS[0], "")
+        _log_down_to_zero(axis, values, "exactly 0 everywhere")
+    slope = position_slope(history.positions)
+    if slope is not None:
+        text = f"{slope.per_doubling:+.1e} per doubling\n95 %: {slope.low:+.1e} to {slope.high:+.1e}"
+        axis.text(0.03, 0.97, text, va="top", fontsize=8, transform=axis.transAxes, color="0.35")
+    axis.set(title="by position, whole run", ylabel="mean |Δ log p|", xlabel="position in the completion, at least")
+
+
+def _sites(axis: Any, history: RunHistory) -> None:
+    """How far apart the two sides' quantised values are at each guided site, over the whole run."""
+    sites = {site: values for site, values in site_means(history.audit_table).items() if "d_act_rel_after" in values}
+    names = {"before": "before guidance", "nearest": "the rollout's scales", "after": "after guidance"}
+    highest = 0.0
+    for i, (color, (name, label)) in enumerate(zip((_COLORS[1], _COLORS[3], _COLORS[0]), names.items(), strict=True)):
+        heights = [values[f"d_act_rel_{name}"] for values in sites.values()]
+        if heights:
+            axis.bar([x + 0.27 * (i - 1) for x in range(len(sites))], heights, 0.27, color=color, label=label)
+            highest = max(highest, *heights)
+    if sites and highest == 0:
+        _log_down_to_zero(axis, [0.0], "exactly 0 at every site")
+    axis.set_xticks(range(len(sites)), list(sites))
+    axis.set(title="values of audited tokens, whole run", ylabel="D_act, relative", xlabel="site, mean over layers")
+
+
+def _over_steps(axis: Any, history: RunHistory) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_xlabel("optimizer steps")
@@ -140,6 +176,9 @@ def _finish(axis: Any, history: RunHistory) -> None:
     margin = max(0.6, 0.02 * last)
     axis.set_xlim(min(steps, default=0.0) - margin, last + margin)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _finish(axis: Any) -> None:
     axis.grid(True, alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     if not axis.has_data():

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trace_lightning.metrics import layer_rows, position_curve, position_slope, site_means
+from trace_lightning.quantization.guidance import Key
+
 PHASES = ("sync", "rollout", "reward", "train")
 METRICS = {
     "reward": "reward",
@@ -34,6 +37,7 @@ HELDOUT = {"reward": "heldout/reward", "mean_length": "heldout/mean_length"}
 _WINDOW = 5  # steps over which the first and the last training reward are averaged
 
 Record = dict[str, float]
+Sums = list[list[float]]
 
 
 def pick(names: Mapping[str, str], metrics: Mapping[str, Tensor | float]) -> Record:
@@ -47,11 +51,37 @@ def pick(names: Mapping[str, str], metrics: Mapping[str, Tensor | float]) -> Rec
 
 @dataclass
 class RunHistory:
-    """Records of training steps and validations, each with its `step`, and the seconds they took in all."""
+    """Records of training steps and validations, each with its `step`, and the seconds they took in all.
+
+    `positions` (`metrics.positions`) and `audit` (`quantization.guidance.AUDIT_SUMS` by `layer/site`) are sums over the
+    whole run.
+    """
 
     steps: list[Record] = field(default_factory=list)
     heldout: list[Record] = field(default_factory=list)
     seconds: float = 0.0
+    positions: Sums = field(default_factory=list)
+    audit: dict[str, list[float]] = field(default_factory=dict)
+
+    def add_positions(self, sums: Sums) -> None:
+        """Add the sums of one step, [18][4]."""
+        self.positions = [added(*rows) for rows in zip(self.positions, sums, strict=True)] if self.positions else sums
+
+    def add_audit(self, table: Mapping[Key, list[float]]) -> None:
+        """Add the audit of one step."""
+        for (layer, site), sums in table.items():
+            name = f"{layer}/{site}"
+            self.audit[name] = added(self.audit[name], sums) if name in self.audit else list(sums)
+
+    @property
+    def audit_table(self) -> dict[Key, list[float]]:
+        """The audit of the run by (layer, site)."""
+        split = {name: name.split("/") for name in self.audit}
+        return {(int(layer), site): self.audit[name] for name, (layer, site) in split.items()}
+
+    def layer_rows(self) -> list[dict[str, float | int | str]]:
+        """The table of `guidance_layers.csv`: one row per audited layer and site, over the whole run."""
+        return layer_rows(self.audit_table)
 
     def column(self, name: str) -> list[float]:
         """The values of one metric over all training steps, NaN where it was not measured."""
@@ -66,6 +96,9 @@ class RunHistory:
           `max` as the maximum of the run
         * `code_mismatch`: share of audited FP4 codes in which trainer and rollout differ, mean over the steps;
           `before` is the trainer's own rounding, `after` the guided one
+        * `guidance_sites`: values of `metrics.audit_values` over the run, as means over the layers of each site
+        * `per_position`: mean |log p(trainer) - log p(rollout)| by position in the completion, `buckets` that begin at
+          `first` and end where the next one begins; `slope_per_doubling` and `slope_95` of a line through them
         * `throughput`: completion tokens per second of generation, and its share of the time of all steps
         """
         rewards = measured(self.column("reward"))
@@ -87,9 +120,19 @@ class RunHistory:
                 "before": mean(measured(self.column("codes_before"))),
                 "after": mean(measured(self.column("codes_after"))),
             },
+            "guidance_sites": site_means(self.audit_table),
+            "per_position": self._per_position(),
             "throughput": self._throughput(),
             "rollouts": len(self.steps),
             "seconds": round(self.seconds, 3),
+        }
+
+    def _per_position(self) -> dict[str, Any]:
+        slope = position_slope(self.positions)
+        return {
+            "buckets": position_curve(self.positions),
+            "slope_per_doubling": None if slope is None else slope.per_doubling,
+            "slope_95": None if slope is None else [slope.low, slope.high],
         }
 
     def _throughput(self) -> dict[str, float | None]:
@@ -100,6 +143,11 @@ class RunHistory:
             "rollout_tokens_per_s": tokens / rollout if rollout else None,
             "rollout_share": rollout / step if step else None,
         }
+
+
+def added(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Sums, entry by entry."""
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def measured(values: Sequence[float]) -> list[float]:

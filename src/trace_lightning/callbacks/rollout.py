@@ -74,7 +74,8 @@ class Rollout(Callback):
                 raise ValueError(f"rollout.{name}={value} must be at least 1")
         self.engine = engine or LocalEngine()
         self.sampling = sampling
-        self.eval_sampling = eval_sampling or self.sampling
+        # Evaluation has no use for what the trainer wants recorded.
+        self.eval_sampling = eval_sampling or dataclasses.replace(sampling, record_logprobs=0)
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
@@ -96,6 +97,7 @@ class Rollout(Callback):
             raise ValueError(f"the Rollout callback needs a PolicyModule, got {type(pl_module).__name__}")
         if stage == "fit":
             self.sampling.check_trainable()
+            pl_module.check_sampling(self.sampling)
             if self.num_generations == 1:
                 # Every estimator that ships compares completions of one prompt; let it say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))

@@ -8,10 +8,14 @@ that one value is caught here and handed to the loggers as step 0.
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import io
 import json
 import os
 import platform
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,9 @@ _ROWS = {
 
 class RunSummary(Callback):
     """Writes `summary.json` (see `RunHistory.summary` for its numbers) and `curves.png`.
+
+    Where codes were audited it writes `guidance_layers.csv` as well: mismatch and D_act of each layer and site over the
+    run (`metrics.audit_values`).
 
     Its `status` is `finished`, `interrupted` (Ctrl-C, SIGTERM) or `failed`, with the error named.
 
@@ -65,6 +72,8 @@ class RunSummary(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the metrics of the step; the Rollout callback, earlier in the list, has logged its own by now."""
         self.history.steps.append({"step": float(self._step), **pick(METRICS, trainer.callback_metrics)})
+        self.history.add_positions(pl_module.step_positions)
+        self.history.add_audit(pl_module.step_audit)
         if self.final_validation and _is_last_step(trainer):
             # Asked to stop, Lightning validates once more; it was about to stop anyway.
             trainer.should_stop = True
@@ -120,6 +129,8 @@ class RunSummary(Callback):
             write_text(self._folder / "summary.json", text + "\n")
             title = f"{module.path}   {self.summary['task']}   {module.recipe.label}   {trainer.global_step} steps"
             draw_curves(self.history, self._folder / "curves.png", title)
+            if rows := self.history.layer_rows():
+                write_text(self._folder / "guidance_layers.csv", as_csv(rows))
 
     def _seconds(self) -> float:
         return self.history.seconds + (0.0 if self._begin is None else time.perf_counter() - self._begin)
@@ -132,7 +143,7 @@ class RunSummary(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The history so far, as plain numbers."""
-        history = {"steps": self.history.steps, "heldout": self.history.heldout, "seconds": self._seconds()}
+        history = dataclasses.asdict(self.history) | {"seconds": self._seconds()}
         return json.loads(json.dumps(history))  # a copy: the lists grow on
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -161,6 +172,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
         for i, (name, label) in enumerate(rows.items()):
             table.add_row(label, _number(summary[group][name]), end_section=i == len(rows) - 1)
     return table
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """CSV text with a header; what a row lacks is an empty cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def _number(value: float | None) -> str:

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from trace_lightning.metrics.functional import DIVERGENCE_STATES, divergence_metrics, divergence_sums
+from trace_lightning.metrics.functional import (
+    DIVERGENCE_STATES,
+    divergence_metrics,
+    divergence_sums,
+    neutral_state,
+)
 
 _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -28,8 +33,8 @@ class DivergenceMetrics(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, (reduction, neutral) in DIVERGENCE_STATES.items():
-            self.add_state(name, torch.tensor(neutral), dist_reduce_fx=reduction)
+        for name, (reduction, _) in DIVERGENCE_STATES.items():
+            self.add_state(name, neutral_state(name), dist_reduce_fx=reduction)
 
     def update(self, policy_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
         """Add FP32 log-probs [B, T] of both sides under a bool mask.

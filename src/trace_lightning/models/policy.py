@@ -30,7 +30,8 @@ def load_policy(
 
     Args:
         path: `builtin:...`, `prepared:...` or a directory in Hugging Face format.
-        recipe: with `trainer=qat` the forward rounds like the rollout; with `bf16` the model stays as it is.
+        recipe: with `trainer=qat` the forward rounds like the rollout; with `qat_weights` it does not round the inputs
+            of linears; with `bf16` the model stays as it is.
         dtype: of the master weights.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute the layers in the backward pass.
@@ -39,8 +40,7 @@ def load_policy(
         ValueError: if the path is not a model, or the recipe does not fit it.
     """
     model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=dtype)
-    applied = recipe if recipe.trainer == "qat" else QuantRecipe()
-    qat = install_qat(model, applied, attention=attention)
+    qat = install_qat(model, recipe.trained, attention=attention)
     if qat.groups:
         log.info("%s: %s", type(model).__name__, qat.layout.report())
     _switch_off_dropout(model)

@@ -11,18 +11,17 @@ consumed in order.
       codes   uint8 [R, (H,) m]    mode parity: ceil(Kp / 8) packed parity bits; mode full: Kp / 2 packed codes
       audit   uint8 [A, (H,) Kp/2] full codes of A audited rows, so that the mismatch can be measured
 
-What was left out: asynchronous copies to pinned memory and reading K/V back from the pages; both change cost, not
-content.
+How it is written, by kernels and into one matrix of bytes of which these tables are columns: recorder.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from trace_kernels import Quantized, pack_bits, pack_codes
 from trace_lightning.types import GuidanceConfig
 
 Key = tuple[int, str]  # (layer, site)
@@ -69,92 +68,48 @@ class GuidanceRecord:
         return total / max(1, self.num_rows)
 
 
-class GuidanceRecorder:
-    """Collects what the quantisers of one engine emit. One forward pass is `begin(...)`, then one `add` per site."""
-
-    def __init__(self, config: GuidanceConfig, keys: set[Key], store_device: torch.device) -> None:
-        self.config, self.keys, self.store_device = config, keys, store_device
-        self._reset()
-
-    def _reset(self) -> None:
-        self._parts: dict[Key, list[SiteTable]] = {key: [] for key in self.keys}
-        self._audit_of_row: list[Tensor] = []
-        self._audited: Tensor | None = None
-        self._num_rows = self._num_audited = 0
-
-    def begin(self, audited_N: Tensor) -> Tensor:
-        """Announce a forward pass over N tokens; returns their row numbers (int64 [N], on the CPU).
-
-        Args:
-            audited_N: bool [N] on the CPU, which tokens' full codes are kept as well.
-        """
-        count = audited_N.shape[0]
-        rows = torch.arange(self._num_rows, self._num_rows + count)
-        entries = torch.full((count,), -1, dtype=torch.int64)
-        picked = audited_N.nonzero().squeeze(-1)
-        entries[picked] = torch.arange(self._num_audited, self._num_audited + len(picked))
-        self._audit_of_row.append(entries)
-        self._audited = picked if len(picked) else None
-        self._num_rows += count
-        self._num_audited += len(picked)
-        return rows
-
-    def wants(self, layer: int, site: str) -> bool:
-        return (layer, site) in self.keys
-
-    def add(self, layer: int, site: str, q: Quantized) -> None:
-        """Record what a quantiser returned for the N tokens announced last: codes [N, (H,) Kp]."""
-        assert q.scale is not None
-        outer = None if q.outer is None else q.outer.reshape(-1)
-        scale = pack_bits(q.scale & 1) if self.config.scales == "parity" else q.scale
-        codes = pack_codes(q.codes) if self.config.mode == "full" else pack_bits(q.codes & 1)
-        audit = None
-        if self._audited is not None:
-            audit = pack_codes(q.codes[self._audited.to(q.codes.device)])
-        self._parts[layer, site].append(SiteTable(scale, codes, outer, audit).to(self.store_device))
-
-    def finish(self, policy_version: int) -> GuidanceRecord:
-        """Join the parts into one record; the recorder is empty afterwards."""
-        tables = {}
-        for (layer, site), parts in self._parts.items():
-            outer = [p.outer for p in parts if p.outer is not None]
-            audits = [p.audit for p in parts if p.audit is not None]
-            per_head = site in ("k", "v")
-            tables[layer, site] = SiteTable(
-                scale=torch.cat([p.scale for p in parts]),
-                codes=torch.cat([p.codes for p in parts]),
-                outer=None if not outer else (outer[0] if per_head else torch.cat(outer)),
-                audit=torch.cat(audits) if audits else None,
-            )
-        record = GuidanceRecord(self.config, tables, torch.cat(self._audit_of_row), policy_version)
-        self._reset()
-        return record
+# Sums over audited rows at one (layer, site). The first five count codes; the rest belong to the tokens whose rollout
+# values are known, which they are unless only the parity of the rollout's scales was recorded.
+AUDIT_SUMS = (
+    "elements",  # codes compared
+    "before",  # of these, differ under the trainer's own nearest rounding on its own scales
+    "before_off_by_one",  # of these, by exactly one code
+    "after",  # differ as used
+    "after_off_by_one",
+    "tokens",
+    "gap_before",  # squared norm of DQ(own nearest rounding, own scales) - DQ(rollout)
+    "gap_nearest",  # the same for nearest rounding on the rollout's scales
+    "gap_after",  # the same for the values used
+    "rollout",  # squared norm of DQ(rollout)
+)
 
 
 @dataclass
 class MismatchCounts:
-    """Sums over audited elements, kept on the device: elements, mismatches before, after, and off by one code."""
+    """`AUDIT_SUMS` of every audited (layer, site), FP64 [10] each, kept on the device: adding them up never waits."""
 
-    elements: int = 0
-    sums: Tensor | None = None  # FP64 [3]: before, after, after-by-one-code
+    sums: dict[Key, Tensor] = field(default_factory=dict)
 
-    def add(self, before: Tensor, after: Tensor, off_by_one: Tensor, elements: int) -> None:
-        new = torch.stack((before, after, off_by_one)).double()
-        self.sums = new if self.sums is None else self.sums + new
-        self.elements += elements
+    def add(self, key: Key, new: Tensor) -> None:
+        """Add `AUDIT_SUMS` FP64 [10] of one site; `new` is kept, and not written to."""
+        self.sums[key] = self.sums[key] + new if key in self.sums else new
 
     def merge(self, other: MismatchCounts) -> None:
         """Add the counts of another micro-batch."""
-        if other.sums is not None:
-            self.sums = other.sums if self.sums is None else self.sums + other.sums
-            self.elements += other.elements
+        for key, new in other.sums.items():
+            self.add(key, new)
+
+    def stack(self, keys: Sequence[Key], device: torch.device) -> Tensor:
+        """FP64 [len(keys), 10], zeros where nothing was audited: ranks add these up."""
+        none = torch.zeros(len(AUDIT_SUMS), dtype=torch.float64, device=device)
+        return torch.stack([self.sums.get(key, none) for key in keys]) if keys else none.new_zeros(0, len(AUDIT_SUMS))
 
     def compute(self) -> dict[str, float]:
-        """`before`: the trainer's own nearest rounding on its own scale, at the same inputs; `after`: as used."""
-        if self.sums is None:
+        """Shares of all audited codes that differ: `before`, `after` (see `AUDIT_SUMS`) and `after_off_by_one`."""
+        if not self.sums:
             return {}
-        before, after, off_by_one = (self.sums / self.elements).tolist()
-        return {"before": before, "after": after, "after_off_by_one": off_by_one}
+        totals = dict(zip(AUDIT_SUMS, torch.stack(list(self.sums.values())).sum(0).tolist(), strict=True))
+        return {name: totals[name] / totals["elements"] for name in ("before", "after", "after_off_by_one")}
 
 
 @dataclass
@@ -168,7 +123,7 @@ class GuidanceRows:
     guided_index: Tensor  # int64 [G], flat positions of guided tokens
     rows: Tensor  # int64 [G], their rows
     unguided_index: Tensor  # int64 [N - G], padding and unrecorded tokens: they round to nearest
-    audit_index: Tensor  # int64 [A], which of the G are audited
+    audit_index: Tensor  # int64 [A], which of the G are audited: each audited row once, for a group shares its prompt
     audit_entries: Tensor  # int64 [A], their audit entries
     mismatch: MismatchCounts = field(default_factory=MismatchCounts)
 
@@ -188,7 +143,7 @@ class GuidanceRows:
         guided = (flat >= 0).nonzero().squeeze(-1)
         rows = flat[guided]
         entries = record.audit_of_row[rows]
-        audited = (entries >= 0).nonzero().squeeze(-1)
+        audited = _first_of_each(entries)
         unguided = (flat < 0).nonzero().squeeze(-1)
         guided, rows, unguided, audited, entries = (
             part.to(device) for part in (guided, rows, unguided, audited, entries[audited])
@@ -197,3 +152,11 @@ class GuidanceRows:
 
     def table(self, layer: int, site: str) -> SiteTable | None:
         return self.record.tables.get((layer, site))
+
+
+def _first_of_each(entries: Tensor) -> Tensor:
+    """Ascending positions at which each entry >= 0 first occurs in int64 [G]; the order of G is kept."""
+    known = (entries >= 0).nonzero().squeeze(-1)
+    distinct, which = entries[known].unique(return_inverse=True)
+    first = torch.full((len(distinct),), len(entries)).scatter_reduce_(0, which, known, "amin")
+    return first.sort().values

@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trace_kernels import BlockFormat, get_format, straight_through
+from trace_kernels.compensation import compensated
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
@@ -48,11 +49,11 @@ class LayerState:
 class QATGroup:
     """Linears that share one input: its site, their formats, and their common outer weight scale."""
 
-    def __init__(
-        self, group: LinearGroup, state: LayerState, weights: BlockFormat | None, activations: BlockFormat | None
-    ) -> None:
+    def __init__(self, group: LinearGroup, state: LayerState, weights: BlockFormat | None) -> None:
         self.layer, self.site, self.state = group.layer, group.site, state
-        self.weights, self.activations = weights, activations
+        self.weights = weights
+        self.activations: BlockFormat | None = None  # see QATState.round_inputs_by
+        self.residual_share = 0.0
         self.members: list[QATLinear] = []
         self.cached: dict[int, Tensor] | None = None
         self._input: Tensor | None = None
@@ -65,13 +66,20 @@ class QATGroup:
             return x
         if self._input is not x:
             flat = x.reshape(-1, x.shape[-1])
-            rounded = round_site(flat, self.layer, self.site, self.activations, self.state.rounding)
+            rounded = self._round(flat, self.activations)
             self._input, self._rounded, self._uses = x, rounded.view(x.shape), 0
         assert self._rounded is not None
         rounded, self._uses = self._rounded, self._uses + 1
         if self._uses == len(self.members):
             self._input = self._rounded = None
         return rounded
+
+    def _round(self, x: Tensor, fmt: BlockFormat) -> Tensor:
+        if not self.residual_share:
+            return round_site(x, self.layer, self.site, fmt, self.state.rounding)
+        with torch.no_grad():  # the recipe refuses guidance here: nothing to record and nothing to follow
+            value = compensated(x, fmt, self.residual_share)
+        return straight_through(x, value)
 
     def round_weight(self, linear: QATLinear) -> Tensor:
         """`DQ(Q(W))` under the group's outer scale, with a straight-through gradient."""
@@ -177,6 +185,12 @@ class QATState:
     kvs: list[QATKV] = field(default_factory=list)
     states: list[LayerState] = field(default_factory=list)
 
+    def round_inputs_by(self, recipe: QuantRecipe) -> None:
+        """Round the inputs of all linears by `recipe`: a rollout may round them where the trainer does not."""
+        for group in self.groups:
+            group.activations = get_format(recipe.activations, four_over_six=recipe.four_over_six)
+            group.residual_share = recipe.residual_share
+
     @contextmanager
     def unquantized(self) -> Iterator[None]:
         """Run the model in full precision inside the block: what an unquantised decoder must reproduce."""
@@ -226,7 +240,7 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
 
     Args:
         model: any causal LM of transformers whose layers pass keyword arguments on to attention.
-        recipe: weights, activations and kv_cache formats; its `trainer` switch is the caller's business.
+        recipe: weights, activations and kv_cache formats; for a trainer, `recipe.trained`.
         attention: the implementation of transformers that attends to the rounded K/V, e.g. `sdpa`.
 
     Raises:
@@ -239,15 +253,14 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
     for layer, state in zip(layout.layers, states, strict=True):
         layer.register_forward_pre_hook(state, with_kwargs=True)
     qat = QATState(layout, states=states)
-    weights, activations = (
-        get_format(f, four_over_six=recipe.four_over_six) for f in (recipe.weights, recipe.activations)
-    )
+    weights = get_format(recipe.weights, four_over_six=recipe.four_over_six)
     for group in layout.groups:
-        qat_group = QATGroup(group, states[group.layer], weights, activations)
+        qat_group = QATGroup(group, states[group.layer], weights)
         qat.groups.append(qat_group)
         for name, linear in zip(group.names, group.linears, strict=True):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, QATLinear(linear, qat_group))
+    qat.round_inputs_by(recipe)
     qat.kvs = _install_kv(model, layout, recipe, attention)
     model.trace_qat = qat  # type: ignore[assignment]
     return qat

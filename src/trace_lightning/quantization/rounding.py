@@ -14,13 +14,16 @@ were built for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trace_kernels import BlockFormat, Quantized, straight_through, unpack_bits, unpack_codes
+from trace_kernels.formats import e2m1_encode
 from trace_kernels.quantize import _E2M1Format
-from trace_lightning.quantization.guidance import GuidanceRecorder, GuidanceRows, SiteTable
+from trace_lightning.quantization.guidance import GuidanceRows, SiteTable
+from trace_lightning.quantization.recorder import SiteViews
 
 
 class Rounding(ABC):
@@ -42,7 +45,7 @@ class Rounding(ABC):
 class NearestRounding(Rounding):
     """Round to nearest on own scales; with a recorder, tell it what came out."""
 
-    def __init__(self, recorder: GuidanceRecorder | None = None) -> None:
+    def __init__(self, recorder: SiteViews | None = None) -> None:
         self.recorder = recorder
 
     def quantize(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Quantized:
@@ -70,7 +73,7 @@ class GuidedRounding(Rounding):
         if table is None:
             return NEAREST.values(layer, site, x, fmt, outer)
         assert isinstance(fmt, _E2M1Format), f"{fmt.name} cannot be guided; the recipe should have refused this"
-        guided = self._round(x[self.rows.guided_index], fmt, table, per_head=site in ("k", "v"))
+        guided = self._round(layer, site, x[self.rows.guided_index], fmt, table)
         result = torch.empty_like(x)
         result[self.rows.guided_index] = fmt.dequantize(guided, x.dtype)
         rest = self.rows.unguided_index
@@ -78,12 +81,12 @@ class GuidedRounding(Rounding):
             result[rest] = NEAREST.values(layer, site, x[rest], fmt, outer)
         return result
 
-    def _round(self, x: Tensor, fmt: _E2M1Format, table: SiteTable, *, per_head: bool) -> Quantized:
+    def _round(self, layer: int, site: str, x: Tensor, fmt: _E2M1Format, table: SiteTable) -> Quantized:
         rows, config = self.rows.rows.to(table.codes.device), self.rows.record.config
         padded = -(-x.shape[-1] // fmt.block_size) * fmt.block_size
         outer = table.outer
         if outer is not None:
-            outer = (outer if per_head else outer[rows]).to(x.device).unsqueeze(-1)
+            outer = (outer if site in ("k", "v") else outer[rows]).to(x.device).unsqueeze(-1)
         scale, recorded = table.scale[rows].to(x.device), table.codes[rows].to(x.device)
         if config.scales == "parity":
             scale = fmt.scale_from_parity(x, outer, unpack_bits(scale, padded // fmt.block_size))
@@ -92,16 +95,43 @@ class GuidedRounding(Rounding):
         else:
             q = fmt.round_parity(x, scale, outer, unpack_bits(recorded, padded))
         if len(self.rows.audit_index):
-            self._audit(x, q, fmt, table, own_outer=outer if per_head else None)
+            self._audit(layer, site, x, Quantized(q.codes, scale, outer, q.width), fmt, table)
         return q
 
-    def _audit(self, x: Tensor, q: Quantized, fmt: _E2M1Format, table: SiteTable, own_outer: Tensor | None) -> None:
+    @torch.no_grad()
+    def _audit(self, layer: int, site: str, x: Tensor, q: Quantized, fmt: _E2M1Format, table: SiteTable) -> None:
+        """Compare the audited rows of `q`, the codes used on the rollout's scales, with the rollout's codes."""
         assert table.audit is not None
-        index = self.rows.audit_index
+        assert q.scale is not None
+        index, shared = self.rows.audit_index, site in ("k", "v")
+        outer = q.outer if q.outer is None or shared else q.outer[index]
+        x, used = x[index], Quantized(q.codes[index], q.scale[index], outer, q.width)
         rolled = unpack_codes(table.audit[self.rows.audit_entries.to(table.audit.device)].to(x.device))
-        own, used = fmt.quantize(x[index], own_outer).codes, q.codes[index]
-        step = (_signed_index(used) - _signed_index(rolled)).abs()
-        self.rows.mismatch.add((own != rolled).sum(), (step > 0).sum(), (step == 1).sum(), rolled.numel())
+        own = fmt.quantize(x, outer if shared else None)
+        sums = torch.cat((_code_sums(own.codes, used.codes, rolled), _value_sums(x, own, used, rolled, fmt)))
+        if self.rows.record.config.scales == "parity":
+            sums[5:] = 0  # the scales are the trainer's reading of one bit: the rollout's values are not known
+        self.rows.mismatch.add((layer, site), sums)
+
+
+def _code_sums(own: Tensor, used: Tensor, rolled: Tensor) -> Tensor:
+    """The first five of `AUDIT_SUMS`, FP64 [5]."""
+    target = _signed_index(rolled)
+    counts = [own.new_full((), rolled.numel(), dtype=torch.int64)]
+    for codes in (own, used):
+        step = (_signed_index(codes) - target).abs()
+        counts += [(step > 0).sum(), (step == 1).sum()]
+    return torch.stack(counts).double()
+
+
+def _value_sums(x: Tensor, own: Quantized, used: Quantized, rolled: Tensor, fmt: _E2M1Format) -> Tensor:
+    """The last five of `AUDIT_SUMS`, FP64 [5], given the rollout's scales in `used`."""
+    assert used.scale is not None
+    nearest = e2m1_encode(fmt.normalize(x, used.scale, used.outer)).flatten(-2)
+    target = fmt.dequantize(replace(used, codes=rolled))
+    values = (fmt.dequantize(own), fmt.dequantize(replace(used, codes=nearest)), fmt.dequantize(used))
+    squares = [(value - target).square().sum() for value in values]
+    return torch.stack([x.new_full((), len(x), dtype=torch.float32), *squares, target.square().sum()]).double()
 
 
 def _signed_index(codes: Tensor) -> Tensor:

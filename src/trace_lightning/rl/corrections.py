@@ -13,6 +13,8 @@ Which level? A product over a sequence grows as exp(length * mean gap): a gap of
     sequence     prod rho_t                     min(prod, cap)     prod inside the band, else 0
     geometric    exp(mean log rho_t)            -                  1 inside the band, else 0
 
+The named rules of other libraries are in rejections.py. A list of rules composes: their weights multiply.
+
 Weights are detached. Where the rollout's log-probs stand in for the old policy (bypass), the PPO ratio corrects already
 and a weight on top would count the gap twice: leave the list empty.
 """
@@ -169,7 +171,7 @@ def apply_corrections(
     if len(reweighting) > 1:
         raise ValueError(
             f"corrections {', '.join(reweighting)} each multiply by the importance ratio, which would count it "
-            f"{len(reweighting)} times. Keep one; rules that only drop (MIS with level=geometric) may be added."
+            f"{len(reweighting)} times. Keep one; rules that only drop (GeometricRejection, Veto) may be added."
         )
     if len({correction.label for correction in corrections}) < len(corrections):
         raise ValueError("the same correction is listed twice; narrow the band of one instead")

@@ -4,7 +4,7 @@ Trainer and rollout are compared token by token, so every number that enters suc
 same arithmetic: FP32 log-softmax of `logits / temperature`. A second implementation, however right, would show up as
 mismatch between the two policies.
 
-    hidden [N, D] --lm_head, `chunk_size` rows at a time--> logits [n, V] --FP32, / T--> log-softmax --> [n]
+    hidden [N, D] --lm_head, `chunk_size` rows at a time--> logits [n, V] --FP32, / T--> log-softmax --> [n], [n, K]
 
 The [N, V] logits are the largest tensor of a training step (32k tokens x 152k words is 20 GB in FP32), so they never
 exist: each chunk is checkpointed and computes its logits again in the backward pass. What was left out: a fused kernel,
@@ -55,9 +55,58 @@ def token_logprobs(
         ValueError: temperature or chunk size out of range, shapes that do not belong together, or a target that is not
             in its support.
     """
-    _check(hidden_ND, targets_N, support_NK, temperature, chunk_size)
+    none_N0 = targets_N.new_empty(len(targets_N), 0)
+    logprobs_N, entropy_N, _ = token_and_topk_logprobs(
+        hidden_ND,
+        lm_head,
+        targets_N,
+        none_N0,
+        temperature=temperature,
+        support_NK=support_NK,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+    )
+    return logprobs_N, entropy_N
 
-    def score(hidden_nD: Tensor, targets_n: Tensor, support_nK: Tensor | None) -> tuple[Tensor, Tensor]:
+
+def token_and_topk_logprobs(
+    hidden_ND: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    targets_N: Tensor,
+    topk_NK: Tensor,
+    *,
+    temperature: float,
+    support_NK: Tensor | None = None,
+    chunk_size: int = 1024,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, and the log-probabilities of K more ids per row under the same softmax.
+
+    Args:
+        hidden_ND: as there, like all arguments below that are not named.
+        lm_head: as there.
+        targets_N: as there.
+        topk_NK: [N, K] int64 ids, padded with -1. K may be 0; above 0 it excludes `support_NK`.
+        temperature: as there.
+        support_NK: as there.
+        chunk_size: as there.
+        with_entropy: as there.
+
+    Returns:
+        `logprobs_N`, `entropy_N`, and `topk_logprobs_NK` FP32, differentiable like the first, -inf at the padding.
+
+    Raises:
+        ValueError: as there, and for `topk_NK` of another length or together with `support_NK`.
+    """
+    _check(hidden_ND, targets_N, support_NK, temperature, chunk_size)
+    if topk_NK.ndim != 2 or len(topk_NK) != len(targets_N):
+        raise ValueError(f"topk {tuple(topk_NK.shape)}: expected [{len(targets_N)}, K]")
+    if support_NK is not None and topk_NK.shape[1]:
+        raise ValueError("log-probs of the most likely tokens belong to untruncated sampling, which has no support")
+
+    def score(
+        hidden_nD: Tensor, targets_n: Tensor, topk_nK: Tensor, support_nK: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = lm_head(hidden_nD)
         index = targets_n
         if support_nK is not None:
@@ -65,18 +114,22 @@ def token_logprobs(
             logits = logits.gather(-1, support_nK.clamp(min=0)).masked_fill(support_nK < 0, -torch.inf)
         logprobs_nV = torch.log_softmax(logits.float() / temperature, dim=-1)
         logprobs_n = logprobs_nV.gather(-1, index[:, None]).squeeze(-1)
+        topk_logprobs_nK = logprobs_nV.gather(-1, topk_nK.clamp(min=0)).masked_fill(topk_nK < 0, -torch.inf)
         # Last on purpose: the recomputation stops at the last tensor the backward pass needs, so entropy is not redone.
-        return logprobs_n, _entropy(logprobs_nV) if with_entropy else torch.full_like(logprobs_n, torch.nan).detach()
+        entropy_n = _entropy(logprobs_nV) if with_entropy else torch.full_like(logprobs_n, torch.nan).detach()
+        return logprobs_n, entropy_n, topk_logprobs_nK
 
     parts = []
     for start in range(0, max(len(targets_N), 1), chunk_size):
         rows = slice(start, start + chunk_size)
         support = None if support_NK is None else support_NK[rows]
         if torch.is_grad_enabled():
-            parts.append(checkpoint(score, hidden_ND[rows], targets_N[rows], support, use_reentrant=False))
+            arguments = hidden_ND[rows], targets_N[rows], topk_NK[rows], support
+            parts.append(checkpoint(score, *arguments, use_reentrant=False))
         else:
-            parts.append(score(hidden_ND[rows], targets_N[rows], support))
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+            parts.append(score(hidden_ND[rows], targets_N[rows], topk_NK[rows], support))
+    logprobs, entropies, topk_logprobs = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(topk_logprobs)
 
 
 def _entropy(logprobs_nV: Tensor) -> Tensor:

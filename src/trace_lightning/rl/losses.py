@@ -10,7 +10,8 @@ the share by the number of ranks.) Metrics are (sum, count) pairs for the same r
     DrGRPO      token sum / (sequences * max length)                  no length in the weight, arXiv 2503.20783
     DAPO        token sum / tokens                                    long answers weigh more, arXiv 2503.14476
 
-Variants are classes, never a `loss_type` string. Left out: resampling and length penalties of DAPO (they belong to
+Variants are classes, never a `loss_type` string; baselines.py has two more that correct for the rollout themselves.
+Left out: resampling and length penalties of DAPO (they belong to
 rollout and reward), and importance weights (corrections.py; they arrive as `weights_BT`).
 
     B sequences    T tokens, aligned with the token they belong to
@@ -21,6 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -67,6 +69,9 @@ class LossInputs:
         mask_BT: bool, completion tokens to learn from.
         weights_BT: FP32 detached factors of the policy term from `corrections.py`; None means 1.
         ref_logprobs_BT: FP32, the reference policy's; needed if the loss has a KL term.
+        topk_logprobs_BTK: FP32, the policy's log-probs of the rollout's K most likely tokens; carries the gradient.
+            None unless the rollout recorded them (`sampling.record_logprobs`).
+        rollout_topk_logprobs_BTK: FP32, the rollout's of the same tokens; -inf where there are fewer than K.
         counts: denominators of the optimizer step.
 
     Raises:
@@ -81,6 +86,8 @@ class LossInputs:
     counts: GlobalCounts
     weights_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
+    topk_logprobs_BTK: Tensor | None = None
+    rollout_topk_logprobs_BTK: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.policy_logprobs_BT.shape
@@ -88,6 +95,10 @@ class LossInputs:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, policy_logprobs_BT has {tuple(shape)}")
+        for name in ("topk_logprobs_BTK", "rollout_topk_logprobs_BTK"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[:-1] != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {(*shape, 'K')}")
         if self.advantages_B.shape != shape[:1]:
             raise ValueError(f"advantages_B has shape {tuple(self.advantages_B.shape)}, expected ({shape[0]},)")
         if self.mask_BT.dtype != torch.bool:
@@ -104,6 +115,9 @@ class LossOutputs:
 
 class PolicyLoss(ABC):
     """One policy loss. A plain ABC, not a dataclass: jsonargparse refuses subclasses of a dataclass as `class_path`."""
+
+    needs_topk: ClassVar[bool] = False  # whether it reads the fields that `sampling.record_logprobs` fills
+    corrects_rollout: ClassVar[bool] = False  # whether it weighs by the rollout's ratio itself: no other weight then
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutputs:

@@ -28,7 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from trace_kernels.decode_attention import SharedPrefix, decode_attention, decode_attention_reference, supports
 from trace_kernels.kv_pages import KVPages
 from trace_kernels.page_gather import gather_pages
-from trace_lightning.quantization.guidance import GuidanceRecorder
+from trace_lightning.quantization.recorder import SiteViews
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class ForwardBatch(ABC):
     token_ids_N: Tensor  # int64
     positions_N: Tensor  # int64
     slots_N: Tensor  # int64, where K and V are written; negative: nowhere
-    recorder: GuidanceRecorder | None = None
+    recorder: SiteViews | None = None
 
     @abstractmethod
     def attend(self, q_NHD: Tensor, k: KVPages, v: KVPages, *, scaling: float, window: int | None) -> Tensor:
@@ -128,7 +128,7 @@ class PrefillBatch(ForwardBatch):
         segments: Sequence[Segment],
         page_size: int,
         device: torch.device,
-        recorder: GuidanceRecorder | None = None,
+        recorder: SiteViews | None = None,
     ) -> PrefillBatch:
         """From segments sorted by `shape`; their flat tokens lie in this order."""
         assert [s.shape for s in segments] == sorted(s.shape for s in segments), "equal shapes must lie side by side"

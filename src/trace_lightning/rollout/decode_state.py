@@ -5,7 +5,8 @@ seat: it is fed nothing, writes no K and V, and its counters stand still.
 
     rows 0 ... n-1 are the running sequences, in any order; `move` keeps them dense
     per row   token, position, counters of the sampler, tokens drawn, limit, status
-    tables    page_table [R, W]   drawn tokens [R, T], their log-probs [R, T], their support [R, T, k] or none
+    tables    page_table [R, W]   drawn tokens [R, T], their log-probs [R, T], their support [R, T, k] or none,
+              the k most likely tokens and their log-probs [R, T, k] or none
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ RUNNING, STOP, LENGTH, EMPTY = 0, 1, 2, 3  # status of a row
 
 @dataclass(frozen=True)
 class StateShape:
-    """Capacity: rows, page-table width, tokens a completion may have, support ids recorded per token."""
+    """Capacity: rows, page-table width, tokens a completion may have, support ids or most likely tokens per token."""
 
     rows: int
     table_width: int
     max_new_tokens: int
     support: int
+    topk: int = 0
 
     def holds(self, other: StateShape) -> bool:
         """Whether a state of this shape can serve a call that asks for `other`."""
@@ -36,6 +38,7 @@ class StateShape:
             and self.table_width >= other.table_width
             and self.max_new_tokens >= other.max_new_tokens
             and self.support == other.support
+            and self.topk == other.topk
         )
 
 
@@ -56,6 +59,8 @@ class DecodeState:
         self.tokens = integers(rows, longest, dtype=torch.int32)
         self.logprobs = torch.zeros(rows, longest, device=device)
         self.support = integers(rows, longest, shape.support, dtype=torch.int32) if shape.support else None
+        self.topk_ids = integers(rows, longest, shape.topk, dtype=torch.int32) if shape.topk else None
+        self.topk_logprobs = torch.zeros(rows, longest, shape.topk, device=device) if shape.topk else None
         self.seed = integers(1)
         self.stops = torch.zeros(vocab_size, dtype=torch.bool, device=device)
 
@@ -90,12 +95,12 @@ class DecodeState:
         _put(self.tokens[rows], index, drawn.token_ids.int(), running)
         _put(self.logprobs[rows], index, drawn.logprobs, running)
         if self.support is not None and drawn.support_ids is not None:
-            wide = index.unsqueeze(-1).expand(-1, -1, self.shape.support)
-            old = self.support[rows].gather(1, wide)
-            new = torch.nn.functional.pad(
-                drawn.support_ids.int(), (0, self.shape.support - drawn.support_ids.shape[1]), value=-1
-            )
-            self.support[rows].scatter_(1, wide, torch.where(running[:, None, None], new.unsqueeze(1), old))
+            _put_wide(self.support[rows], index, drawn.support_ids.int(), running, pad=-1)
+        if self.topk_ids is not None and self.topk_logprobs is not None:
+            assert drawn.topk_ids is not None
+            assert drawn.topk_logprobs is not None
+            _put_wide(self.topk_ids[rows], index, drawn.topk_ids.int(), running, pad=-1)
+            _put_wide(self.topk_logprobs[rows], index, drawn.topk_logprobs, running, pad=-torch.inf)
         self.token[rows] = torch.where(running, drawn.token_ids, self.token[rows])
         self.count[rows] += running
         self.position[rows] += running
@@ -103,12 +108,22 @@ class DecodeState:
         ended = torch.where(self.stops[drawn.token_ids], STOP, full)
         self.status[rows] = torch.where(running, ended, self.status[rows])
 
-    def restore(self, row: int, tokens: list[int], logprobs: list[float], support: Tensor | None) -> None:
+    def restore(
+        self,
+        row: int,
+        tokens: list[int],
+        logprobs: list[float],
+        support: Tensor | None,
+        topk: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         """Put back what a preempted sequence had drawn."""
         self.tokens[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32, device=self.device)
         self.logprobs[row, : len(tokens)] = torch.tensor(logprobs, device=self.device)
         if self.support is not None and support is not None:
             self.support[row, : len(tokens)] = support.to(self.device).int()
+        if self.topk_ids is not None and self.topk_logprobs is not None and topk is not None:
+            self.topk_ids[row, : len(tokens)] = topk[0].to(self.device).int()
+            self.topk_logprobs[row, : len(tokens)] = topk[1].to(self.device)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows; the sources become empty."""
@@ -119,10 +134,17 @@ class DecodeState:
 
     def _tables(self) -> list[Tensor]:
         per_row = [self.token, self.position, self.uid, self.sample, self.count, self.limit, self.status]
-        support = [] if self.support is None else [self.support]
-        return [*per_row, self.page_table, self.tokens, self.logprobs, *support]
+        recorded = [table for table in (self.support, self.topk_ids, self.topk_logprobs) if table is not None]
+        return [*per_row, self.page_table, self.tokens, self.logprobs, *recorded]
 
 
 def _put(table_RT: Tensor, index_R1: Tensor, values_R: Tensor, where_R: Tensor) -> None:
     old = table_RT.gather(1, index_R1).squeeze(1)
     table_RT.scatter_(1, index_R1, torch.where(where_R, values_R, old).unsqueeze(1))
+
+
+def _put_wide(table_RTK: Tensor, index_R1: Tensor, values_Rk: Tensor, where_R: Tensor, *, pad: float) -> None:
+    width = table_RTK.shape[2]
+    wide = index_R1.unsqueeze(-1).expand(-1, -1, width)
+    new = torch.nn.functional.pad(values_Rk, (0, width - values_Rk.shape[1]), value=pad).unsqueeze(1)
+    table_RTK.scatter_(1, wide, torch.where(where_R[:, None, None], new, table_RTK.gather(1, wide)))

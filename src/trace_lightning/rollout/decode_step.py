@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trace_kernels.decode_attention import SharedPrefix
-from trace_lightning.quantization.guidance import GuidanceRecorder
+from trace_lightning.quantization.recorder import SiteViews
 from trace_lightning.rollout.batch import DecodeBatch
 from trace_lightning.rollout.decode_state import DecodeState
 from trace_lightning.rollout.decoder import Decoder
@@ -27,7 +27,7 @@ def decode_step(
     rows: int,
     max_len: int,
     prefix: SharedPrefix | None = None,
-    recorder: GuidanceRecorder | None = None,
+    recorder: SiteViews | None = None,
 ) -> None:
     """Advance the first `rows` rows of `state` by one token.
 
@@ -39,7 +39,7 @@ def decode_step(
         rows: rows that take part; those that are not running are empty seats.
         max_len: no row's context is longer, the token that is fed included.
         prefix: prompts that several rows share, read once for all of them.
-        recorder: collects the rounding of this step; it makes the step unfit for a graph.
+        recorder: where the rounding of this step is written; for a graph a `StepRecorder`.
     """
     batch = DecodeBatch(
         token_ids_N=state.token[:rows],
@@ -52,6 +52,8 @@ def decode_step(
         prefix=prefix,
     )
     draw(state, params, 0, rows, decoder.logits(decoder.forward(batch, kv)))
+    if recorder is not None:
+        recorder.end_step()
 
 
 def draw(state: DecodeState, params: SamplingParams, first: int, last: int, logits_BV: Tensor) -> None:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_kernels import BlockFormat
+from trace_kernels import BlockFormat, get_format
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
-from trace_lightning.quantization.guidance import GuidanceRecorder
+from trace_lightning.quantization.guidance import Key
+from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, StepRecorder, check_budget
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
 from trace_lightning.rollout.decode_state import DecodeState, StateShape
 from trace_lightning.rollout.decoder import Decoder
@@ -31,6 +32,7 @@ from trace_lightning.rollout.graphs import GraphCache, row_bucket
 from trace_lightning.rollout.hf_decoder import HFDecoder
 from trace_lightning.rollout.kv_pool import PagedKV, PagePool
 from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS, PrefixTable
+from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.rollout.scheduler import Group, Scheduler
 from trace_lightning.rollout.verify import check_decoder
 from trace_lightning.types import Prompt, QuantRecipe, SamplingParams
@@ -49,7 +51,7 @@ class LocalEngine(RolloutEngine):
         prefill_tokens: prompt tokens per prefill pass.
         decoder: `auto` takes the fused decoder for the families it knows and transformers' modules otherwise.
         verify: compare the decoder with the policy's own forward once, when weights are first loaded.
-        cuda_graphs: on a GPU, replay decode steps from graphs. Steps whose rounding is recorded run without.
+        cuda_graphs: on a GPU, replay decode steps from graphs.
         decode_window: on a GPU, decode steps between two looks at which sequences have ended.
         keep_snapshot: keep the quantised weights, the cache and the graphs between rollouts; off, their memory is the
             trainer's until the next sync, which then builds them anew.
@@ -92,6 +94,8 @@ class LocalEngine(RolloutEngine):
         self._decoder: Decoder | None = None
         self._kv: PagedKV | None = None
         self._state: DecodeState | None = None
+        self._steps: StepRecorder | None = None
+        self._expected_rows = 0  # of a rollout's guidance record, from the one before
         self._prefixes: PrefixTable | None = None
         self._graphs, self._sync_graph = GraphCache(), GraphCache()
         self._sync_key: Hashable = None
@@ -124,7 +128,7 @@ class LocalEngine(RolloutEngine):
         self._verified, self._timed = not self.verify, False
         self.release()
         self._build()
-        self.guidance_keys = self._guidance_keys(policy)
+        self._sites = self._guided_sites(policy)
 
     def _build(self) -> None:
         self._decoder = (FusedDecoder if self._fused else HFDecoder)(self._policy, self.recipe, self.dtype)
@@ -133,23 +137,34 @@ class LocalEngine(RolloutEngine):
         """Give back all memory: weights, cache and graphs. The next `load_weights` makes them anew."""
         self._graphs.clear()
         self._sync_graph.clear()
-        self._decoder = self._kv = self._state = self._prefixes = None
+        self._decoder = self._kv = self._state = self._prefixes = self._steps = None
         self._version = -1
 
-    def _guidance_keys(self, policy: PreTrainedModel) -> set[tuple[int, str]]:
-        """The (layer, site) pairs that guidance covers and that this model has."""
-        sites = {(group.layer, group.site) for group in read_layout(policy, self.recipe).groups}
+    def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
+        """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
+        found: dict[Key, SiteShape] = {}
+        activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
+        for group in read_layout(policy, self.recipe).groups:
+            if activations is not None:
+                found[group.layer, group.site] = SiteShape(activations, group.linears[0].weight.shape[1])
         for layer, fmt in enumerate(self.decoder.kv_formats):
-            sites |= {(layer, "k"), (layer, "v")} if fmt is not None else set()
+            if fmt is not None:
+                shape = SiteShape(fmt, self.decoder.head_dim, self.decoder.num_kv_heads)
+                found |= {(layer, "k"): shape, (layer, "v"): shape}
         layers = self.recipe.guided_layers(len(self.decoder.kv_formats))
-        keys = {(layer, site) for layer, site in sites if layer in layers and site in self.recipe.guided_sites}
-        if self.recipe.guided_sites and not keys:
+        sites = {key: found[key] for key in sorted(found) if key[0] in layers and key[1] in self.recipe.guided_sites}
+        if self.recipe.guided_sites and not sites:
             raise ValueError(
                 f"guidance covers {', '.join(self.recipe.guided_sites)} of layers {layers}, but "
                 f"{type(policy).__name__} quantises nothing there. Widen guidance.layers or guidance.sites, or set "
                 "guidance.mode=none."
             )
-        return keys
+        return sites
+
+    @property
+    def guidance_keys(self) -> set[Key]:
+        """The (layer, site) pairs that are recorded when asked."""
+        return set(self._sites)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -249,10 +264,10 @@ class LocalEngine(RolloutEngine):
         longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
         support = params.record_support if params.truncated else 0
         rows = row_bucket(min(len(prompts) * num_samples, self.max_num_seqs))
-        shape = StateShape(rows, -(-longest // self.page_size), params.max_new_tokens, support)
+        shape = StateShape(rows, -(-longest // self.page_size), params.max_new_tokens, support, params.record_logprobs)
         if self._state is None or not self._state.shape.holds(shape):
             self._graphs.clear()
-            self._state = None
+            self._state = self._steps = None
             embedding: Any = self._policy.get_input_embeddings()
             self._state = DecodeState(shape, embedding.weight.shape[0], self.device)
         return self._state
@@ -294,14 +309,15 @@ class LocalEngine(RolloutEngine):
         )
         assert self._kv is not None
         state.reset(seed=params.seed, stop_ids=stop_ids)
-        recorder = self._recorder() if record_guidance else None
-        graphs = self._graphs_for(state, recorder)
+        graphs = self._graphs_for(state)
+        most_tokens = sum(len(p.token_ids) for p in prompts) + len(prompts) * num_samples * params.max_new_tokens
+        recording = self._recording(state, graphs, most_tokens) if record_guidance else None
         run = GenerationRun(
             decoder=self.decoder,
             kv=self._kv,
             state=state,
             scheduler=Scheduler(
-                self._groups(prompts, num_samples, audited=recorder is not None),
+                self._groups(prompts, num_samples, audited=recording is not None),
                 pool,
                 max_num_seqs=self.max_num_seqs,
                 max_new_tokens=params.max_new_tokens,
@@ -310,23 +326,34 @@ class LocalEngine(RolloutEngine):
             policy_version=self._version,
             prefill_tokens=self.prefill_tokens,
             context_limit=limit,
-            recorder=recorder,
+            recording=recording,
             graphs=graphs,
             window=1 if graphs is None else self.decode_window,
             prefixes=self._prefix_table(prompts, num_samples, state),
         )
         generation = run.run(progress)
+        if generation.guidance is not None:
+            self._expected_rows = generation.guidance.num_rows * 5 // 4
         for completion in generation.completions:
             completion.text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         if not self.keep_snapshot:
             self.release()
         return generation
 
-    def _recorder(self) -> GuidanceRecorder | None:
-        if not self.guidance_keys:
+    def _recording(self, state: DecodeState, graphs: GraphCache | None, most_tokens: int) -> RolloutRecording | None:
+        """Who records this call, if anything is guided."""
+        if not self._sites:
             return None
-        store = torch.device("cpu") if self.recipe.guidance.store == "host" else self.device
-        return GuidanceRecorder(self.recipe.guidance, self.guidance_keys, store)
+        assert self._kv is not None
+        config = self.recipe.guidance
+        store = torch.device("cpu") if config.store == "host" else self.device
+        recorder = GuidanceRecorder(config, self._sites, store, self._expected_rows)
+        check_budget(config, recorder.row_bytes, most_tokens, store)
+        if graphs is not None and recorder.rows_when_fed and self._steps is None:
+            self._steps = StepRecorder(
+                recorder.sites, config, rows=state.shape.rows, window=self.decode_window, device=self.device
+            )
+        return RolloutRecording(recorder, self._kv, None if graphs is None else self._steps)
 
     def _groups(self, prompts: list[Prompt], num_samples: int, *, audited: bool) -> list[Group]:
         """One group per prompt; audited are one sample of each prompt first, then a second of each, and so on."""
@@ -334,10 +361,10 @@ class LocalEngine(RolloutEngine):
         shares = [len(range(i, total, len(prompts))) for i in range(len(prompts))]
         return [Group(prompt, i, num_samples, shares[i]) for i, prompt in enumerate(prompts)]
 
-    def _graphs_for(self, state: DecodeState, recorder: GuidanceRecorder | None) -> GraphCache | None:
+    def _graphs_for(self, state: DecodeState) -> GraphCache | None:
         """The graphs, where a decode step can be captured at all."""
         static = self.decoder.prepare(state.capacity(self.page_size))
-        usable = self.cuda_graphs and self.device.type == "cuda" and static and recorder is None
+        usable = self.cuda_graphs and self.device.type == "cuda" and static
         return self._graphs if usable else None
 
     def _prefix_table(self, prompts: list[Prompt], num_samples: int, state: DecodeState) -> PrefixTable | None:

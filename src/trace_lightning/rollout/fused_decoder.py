@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trace_kernels import BlockFormat, Quantized, get_format, unpack_codes
+from trace_kernels import BlockFormat, get_format
+from trace_kernels.compensation import compensated
 from trace_kernels.gated_activation import gated_activation
 from trace_kernels.kv_append import kv_append
-from trace_kernels.kv_pages import KVPages
 from trace_kernels.norm import add_rms_norm
 from trace_kernels.rows import RowRecord, round_rows
 from trace_lightning.models.layout import read_layout
@@ -258,7 +258,6 @@ class _LayerPass:
             dtype=decoder.dtype,
             rotated=k.fmt is not None and decoder.recipe.kv_rotation == "hadamard",
         )
-        self._record_kv(k, v)
         out = batch.attend(q.to(decoder.dtype), k, v, scaling=decoder.scaling, window=layer.window).flatten(1)
         return layer.o(self._round(out, "o_in", layer.o))
 
@@ -266,67 +265,41 @@ class _LayerPass:
         """Partial sums of `down`."""
         layer = self.layer
         gate_up = layer.gate_up(self._norm(parts, layer.post_norm, "mlp_in", layer.gate_up))
-        fmt, record = layer.activations.get("down_in"), self._new_record("down_in", gate_up.shape[2] // 2, gate_up)
-        x = gated_activation(
-            gate_up,
-            activation=self.decoder.activation,
-            dtype=self.decoder.dtype,
-            fmt=fmt,
-            permute=layer.down.reads_packed(self.num_rows),
-            record=record,
-        )
-        self._record("down_in", record)
-        return layer.down(x)
+        rounding = self._rounding("down_in", layer.down)
+        x = gated_activation(gate_up, activation=self.decoder.activation, dtype=self.decoder.dtype, **rounding)
+        return layer.down(self._compensated(x, "down_in", layer.down))
 
     def _norm(self, parts: Tensor | None, gain: Tensor, site: str, linear: SnapshotLinear) -> Tensor:
-        record = self._new_record(site, self.residual.shape[1], self.residual)
-        x = add_rms_norm(
-            self.residual,
-            parts,
-            gain,
-            self.decoder.eps,
-            dtype=self.decoder.dtype,
-            fmt=self.layer.activations.get(site),
-            permute=linear.reads_packed(self.num_rows),
-            record=record,
-        )
-        self._record(site, record)
-        return x
+        rounding, dtype = self._rounding(site, linear), self.decoder.dtype
+        x = add_rms_norm(self.residual, parts, gain, self.decoder.eps, dtype=dtype, **rounding)
+        return self._compensated(x, site, linear)
 
     def _round(self, x: Tensor, site: str, linear: SnapshotLinear) -> Tensor:
+        rounding = self._rounding(site, linear)
+        if rounding["fmt"] is not None or rounding["permute"]:
+            x = round_rows(x, dtype=self.decoder.dtype, **rounding)
+        return self._compensated(x, site, linear)
+
+    def _rounding(self, site: str, linear: SnapshotLinear) -> dict[str, Any]:
+        """How the kernel before `linear` rounds, arranges and records its rows."""
+        if self._is_compensated(site):
+            return {"fmt": None, "permute": False, "record": None}
         fmt, permute = self.layer.activations.get(site), linear.reads_packed(self.num_rows)
-        if fmt is None and not permute:
+        return {"fmt": fmt, "permute": permute, "record": self._new_record(site)}
+
+    def _is_compensated(self, site: str) -> bool:
+        return self.decoder.recipe.residual_share > 0 and site in self.layer.activations
+
+    def _compensated(self, x: Tensor, site: str, linear: SnapshotLinear) -> Tensor:
+        """The rows with a part of their rounding error added again, where the recipe wants that."""
+        if not self._is_compensated(site):
             return x
-        record = self._new_record(site, x.shape[1], x)
-        x = round_rows(x, dtype=self.decoder.dtype, fmt=fmt, permute=permute, record=record)
-        self._record(site, record)
-        return x
+        x = compensated(x, self.layer.activations[site], self.decoder.recipe.residual_share)
+        return round_rows(x, dtype=self.decoder.dtype, fmt=None, permute=linear.reads_packed(self.num_rows))
 
-    def _new_record(self, site: str, width: int, like: Tensor) -> RowRecord | None:
+    def _new_record(self, site: str) -> RowRecord | None:
         """Tensors for the codes of a site, if they are recorded."""
-        recorder, fmt = self.batch.recorder, self.layer.activations.get(site)
-        if recorder is None or fmt is None or not recorder.wants(self.index, site):
+        recorder = self.batch.recorder
+        if recorder is None or site not in self.layer.activations or not recorder.wants(self.index, site):
             return None
-        blocks = -(-width // fmt.block_size)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-            return torch.empty(self.num_rows, *shape, dtype=dtype, device=like.device)
-
-        outer = empty(dtype=torch.float32) if fmt.has_outer else None
-        return RowRecord(scale=empty(blocks), outer=outer, codes=empty(blocks * fmt.block_size // 2))
-
-    def _record(self, site: str, record: RowRecord | None) -> None:
-        if record is None:
-            return
-        assert record.codes is not None
-        assert self.batch.recorder is not None
-        outer = None if record.outer is None else record.outer.unsqueeze(-1)
-        q = Quantized(unpack_codes(record.codes), record.scale, outer, 2 * record.codes.shape[1])
-        self.batch.recorder.add(self.index, site, q)
-
-    def _record_kv(self, k: KVPages, v: KVPages) -> None:
-        """K and V are recorded as they lie in the pages."""
-        for site, pages in (("k", k), ("v", v)):
-            recorder = self.batch.recorder
-            if recorder is not None and recorder.wants(self.index, site):
-                recorder.add(self.index, site, pages.quantized(self.batch.slots_N))
+        return recorder.of(self.index, site, self.num_rows)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trace_lightning.quantization.guidance import GuidanceRecorder
+from trace_lightning.quantization.recorder import SiteViews
 from trace_lightning.rollout.base import Generation, Progress
 from trace_lightning.rollout.batch import PrefillBatch, Segment
 from trace_lightning.rollout.decode_state import EMPTY, LENGTH, RUNNING, DecodeState
@@ -27,6 +27,7 @@ from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.graphs import GraphCache, length_bucket, row_bucket
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.rollout.prefixes import PrefixTable
+from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.rollout.scheduler import Group, Scheduler, Sequence, rows_of
 from trace_lightning.types import Completion, SamplingParams
 
@@ -43,7 +44,7 @@ class GenerationRun:
     policy_version: int
     prefill_tokens: int
     context_limit: int | None
-    recorder: GuidanceRecorder | None = None
+    recording: RolloutRecording | None = None
     graphs: GraphCache | None = None  # None: every step runs as it is
     window: int = 1  # decode steps between two looks at the status
     prefixes: PrefixTable | None = None
@@ -54,6 +55,7 @@ class GenerationRun:
         total, num_samples = sum(group.num_samples for group in waiting), waiting[0].num_samples
         done: dict[int, Completion] = {}
         self.num_steps, self.prefill_seconds, begin = 0, 0.0, time.perf_counter()
+        self._unstored = 0  # graphed decode steps whose record waits in the ring
         while self.scheduler.has_work:
             ended = self._retire() if self._start() else []
             if self.scheduler.running:
@@ -73,7 +75,9 @@ class GenerationRun:
             "generated_tokens": float(sum(len(c.token_ids) for c in completions)),
             "preempted": float(self.scheduler.num_preempted),
         }
-        record = None if self.recorder is None else self.recorder.finish(self.policy_version)
+        if self.recording is not None:
+            stats["guidance_seconds"] = self.recording.seconds
+        record = None if self.recording is None else self.recording.finish(self.policy_version)
         return Generation(completions=completions, guidance=record, stats=stats)
 
     def _start(self) -> bool:
@@ -99,18 +103,19 @@ class GenerationRun:
     def _prefill(self, groups: list[Group]) -> None:
         for passed in self._passes(groups):
             passed.sort(key=lambda item: item[1].shape)
-            recorder = self.recorder
-            if recorder is not None:
-                audited = [torch.full((len(s.token_ids),), group.audited_samples > 0) for group, s in passed]
-                rows = recorder.begin(torch.cat(audited)).split([len(part) for part in audited])
-                for (group, _), part in zip(passed, rows, strict=True):
-                    group.rows.append(part)
             segments = [segment for _, segment in passed]
-            batch = PrefillBatch.of(segments, self.kv.page_size, self.kv.device, recorder)
+            views = None
+            if self.recording is not None:
+                views = self.recording.begin_prefill([g for g, _ in passed], [len(s.token_ids) for s in segments])
+            batch = PrefillBatch.of(segments, self.kv.page_size, self.kv.device, views)
             logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+            if self.recording is not None:
+                self.recording.end_pass(views)
             for (group, segment), row in zip(passed, logits, strict=True):
                 group.prefilled = segment.shape[1]
                 group.first_logits = row
+        if self.recording is not None and groups:
+            self.recording.read_prompts(groups)
 
     def _passes(self, groups: list[Group]) -> Iterator[list[tuple[Group, Segment]]]:
         """Cut the prompts into passes of at most `prefill_tokens` tokens; a group's parts come in order."""
@@ -149,7 +154,7 @@ class GenerationRun:
         state.page_table[rows, :width] = column([s.pages + [0] * (width - len(s.pages)) for s in started]).int()
         for row, sequence in enumerate(started, first):
             if sequence.token_ids:
-                state.restore(row, sequence.token_ids, sequence.logprobs, sequence.support)
+                state.restore(row, sequence.token_ids, sequence.logprobs, sequence.support, sequence.topk)
         if self.prefixes is not None:
             self.prefixes.dirty = True
 
@@ -165,16 +170,14 @@ class GenerationRun:
         rows = len(running) if self.graphs is None else row_bucket(len(running))
         rows = min(rows, self.state.shape.rows)
         longest = max(sequence.position for sequence in running) + self.window
-        if self.recorder is not None:
-            for sequence, row in zip(running, self.recorder.begin(_audited(running)), strict=True):
-                sequence.rows.append(row)
         if self.prefixes is not None:
             self.prefixes.update(running)
         shared = 0 if self.prefixes is None else self.prefixes.max_prefix_len
         max_len = (
             longest if self.graphs is None else min(length_bucket(longest), self.state.capacity(self.kv.page_size))
         )
-        key = (rows, max_len, shared, self.params.distribution)
+        views = self._views(running)
+        key = (rows, max_len, shared, self.params.distribution, views is not None)
 
         def step() -> None:
             shared_pages = None if self.prefixes is None else self.prefixes.head(rows)
@@ -183,7 +186,7 @@ class GenerationRun:
                 rows=rows,
                 max_len=max_len,
                 prefix=shared_pages,
-                recorder=self.recorder,
+                recorder=views,
             )
 
         for _ in range(self.window):
@@ -192,16 +195,24 @@ class GenerationRun:
             else:
                 self.graphs.run(key, step)
         self.num_steps += self.window
+        if self.recording is not None and self.graphs is None:
+            self.recording.end_pass(views)
+        self._unstored = self.window if self.graphs is not None else 0
+
+    def _views(self, running: list[Sequence]) -> SiteViews | None:
+        """Where the steps of the coming window write what they round to."""
+        if self.recording is None:
+            return None
+        return self.recording.begin_step(running) if self.graphs is None else self.recording.steps
 
     def _grow(self) -> None:
-        """Pages for the next window; where they run out, the youngest sequences give way."""
+        """Pages for the next window; where they run out, the sequences in the last rows give way."""
         scheduler = self.scheduler
         held = [len(sequence.pages) for sequence in scheduler.running]
         before = list(scheduler.running)
         preempted = scheduler.grow(self.window)
         if preempted:
             first = len(scheduler.running)
-            # The youngest hold the last rows.
             assert before[first:] == preempted[::-1]
             self._fetch(preempted, [before.index(sequence) for sequence in preempted])
             self.state.status[first : len(before)] = EMPTY
@@ -221,6 +232,10 @@ class GenerationRun:
         """Sequences that ended; their rows are closed up."""
         running = list(self.scheduler.running)
         status, count = torch.stack((self.state.status, self.state.count))[:, : len(running)].tolist()
+        if self.recording is not None and self._unstored:
+            fed = [drawn - sequence.num_drawn for sequence, drawn in zip(running, count, strict=True)]
+            self.recording.end_window(running, fed, self._unstored)
+        self._unstored = 0
         for sequence, code, drawn in zip(running, status, count, strict=True):
             sequence.num_drawn = drawn
             if code != RUNNING:
@@ -229,6 +244,8 @@ class GenerationRun:
         if not done:
             return []
         self._fetch([running[row] for row in done], done)
+        if self.recording is not None:
+            self.recording.read_sequences([running[row] for row in done])
         retired = self.scheduler.retire()
         self._close_gaps(running, done)
         if self.prefixes is not None:
@@ -256,6 +273,11 @@ class GenerationRun:
         tokens = self.state.tokens[index, :longest].tolist()
         logprobs = self.state.logprobs[index, :longest].tolist()
         support = None if self.state.support is None else self.state.support[index, :longest].cpu().long()
+        topk_ids, topk_logprobs = self.state.topk_ids, self.state.topk_logprobs
+        if topk_ids is not None and topk_logprobs is not None:
+            ids, values = topk_ids[index, :longest].cpu().long(), topk_logprobs[index, :longest].cpu()
+            for i, sequence in enumerate(sequences):
+                sequence.topk = ids[i, : sequence.num_drawn], values[i, : sequence.num_drawn]
         for i, sequence in enumerate(sequences):
             sequence.token_ids = tokens[i][: sequence.num_drawn]
             sequence.logprobs = logprobs[i][: sequence.num_drawn]
@@ -269,11 +291,9 @@ class GenerationRun:
             policy_version=self.policy_version,
             guidance_rows=rows_of(sequence),
             support_ids=sequence.support,
+            topk_ids=None if sequence.topk is None else sequence.topk[0],
+            topk_logprobs=None if sequence.topk is None else sequence.topk[1],
         )
-
-
-def _audited(running: list[Sequence]) -> Tensor:
-    return torch.tensor([sequence.audited for sequence in running])
 
 
 def _first_logits(sequence: Sequence) -> Tensor:

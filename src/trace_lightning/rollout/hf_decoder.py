@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trace_kernels import get_format
+from trace_kernels import BlockFormat, get_format
+from trace_kernels.compensation import compensated
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.policy import logits_head
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
 from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
-from trace_lightning.quantization.rounding import NearestRounding
+from trace_lightning.quantization.rounding import NEAREST, NearestRounding
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.decoder import Decoder, check_names
 from trace_lightning.rollout.kv_pool import PagedKV
@@ -37,6 +38,10 @@ class _EngineRounding(NearestRounding):
     def __init__(self, decoder: HFDecoder, batch: ForwardBatch, kv: PagedKV) -> None:
         super().__init__(batch.recorder)
         self.decoder, self.batch, self.kv, self.calls = decoder, batch, kv, 0
+
+    def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
+        share = self.decoder.recipe.residual_share
+        return compensated(x, fmt, share) if share else super().values(layer, site, x, fmt, outer)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Called by the registered attention function with [1, heads, N, D]; returns [1, N, heads, D]."""
@@ -51,7 +56,7 @@ class _EngineRounding(NearestRounding):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.decoder.kv_formats[layer] is not None and self.decoder.rotated:
             q, k = rotate(q), rotate(k)
-        self.kv.write(layer, self.batch.slots_N, k, v, self)
+        self.kv.write(layer, self.batch.slots_N, k, v, NEAREST)  # their record is read back from the pages
         scaling, window = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("sliding_window")
         pages = self.kv.layers[layer]
         return self.batch.attend(q.to(self.kv.dtype), *pages, scaling=scaling, window=window).unsqueeze(0)
@@ -68,6 +73,7 @@ class HFDecoder(Decoder):
         if not any(isinstance(module, QATLinear) for module in self.model.modules()):
             install_qat(self.model, recipe)
         qat: QATState = self.model.trace_qat  # type: ignore[assignment]
+        qat.round_inputs_by(recipe)  # the copied trainer may round less than the rollout
         self.groups = {id(member): group for group in qat.groups for member in group.members}
         self.weight_format = get_format(recipe.weights, four_over_six=recipe.four_over_six)
         for group in qat.groups:

@@ -27,6 +27,8 @@ class MicroBatch:
     rollout_logprobs_BT: Tensor
     advantages_B: Tensor
     support_NK: Tensor | None  # one row per masked token, in row-major order
+    topk_ids_NK: Tensor | None  # the rollout's most likely tokens, rows as those of `support_NK`; None if not recorded
+    topk_logprobs_NK: Tensor | None
     guidance: GuidanceRows | None
     indices: list[int]
 
@@ -90,21 +92,27 @@ def take(batch: RolloutBatch, indices: list[int], device: torch.device) -> Micro
     length = max((len(sequences[i][0].token_ids) + len(sequences[i][1].token_ids) for i in indices), default=2)
     mask = batch.completion_mask_BT[rows, :length] if indices else torch.zeros(1, length, dtype=torch.bool)
     picked = [sequences[i][1] for i in indices]
+    # A sequence is learned from as a whole or not at all (not scored, or truncated), so its row decides.
+    learned = [completion for completion, row in zip(picked, mask, strict=False) if row.any()]
     return MicroBatch(
         token_ids_BT=batch.token_ids_BT[rows, :length].to(device),
         mask_BT=mask.to(device),
         rollout_logprobs_BT=batch.rollout_logprobs_BT[rows, :length].to(device),
         advantages_B=batch.advantages_B[rows].to(device),
-        # A sequence is learned from as a whole or not at all (not scored, or truncated), so its row decides.
-        support_NK=_support([c for c, row in zip(picked, mask, strict=False) if row.any()], device),
+        support_NK=_joined(batch.completions, learned, "support_ids", device),
+        topk_ids_NK=_joined(batch.completions, learned, "topk_ids", device),
+        topk_logprobs_NK=_joined(batch.completions, learned, "topk_logprobs", device),
         guidance=_guidance(batch.guidance, picked, length - 1, device),
         indices=indices,
     )
 
 
-def _support(completions: list[Completion], device: torch.device) -> Tensor | None:
-    parts = [completion.support_ids for completion in completions if completion.support_ids is not None]
-    return torch.cat(parts).to(device) if parts else None
+def _joined(completions: list[Completion], learned: list[Completion], name: str, device: torch.device) -> Tensor | None:
+    """One row per token that is learned from; no rows, not None, where a micro-batch has none of what was recorded."""
+    recorded: Tensor | None = getattr(completions[0], name)
+    if recorded is None:
+        return None
+    return torch.cat([recorded[:0], *(getattr(completion, name) for completion in learned)]).to(device)
 
 
 def _guidance(

@@ -22,11 +22,16 @@ from trace_lightning.types import SamplingParams
 
 @dataclass
 class Sampled:
-    """Token ids int64 [N], FP32 log-probs [N] under the sampled distribution, support ids [N, K] padded with -1."""
+    """Token ids int64 [N], FP32 log-probs [N] under the sampled distribution, and what else is recorded of it.
+
+    Support ids [N, K] padded with -1; or the K most likely ids and their log-probs, both [N, K], most likely first.
+    """
 
     token_ids: Tensor
     logprobs: Tensor
-    support_ids: Tensor | None
+    support_ids: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
 
 
 def sample(
@@ -54,7 +59,17 @@ def sample(
         top_p=params.top_p,
         min_p=params.min_p,
     )
-    return Sampled(token_ids, logprobs, None)
+    if not params.record_logprobs:
+        return Sampled(token_ids, logprobs)
+    topk_logprobs, topk_ids = most_likely(logits_NV, params)
+    return Sampled(token_ids, logprobs, topk_ids=topk_ids, topk_logprobs=topk_logprobs)
+
+
+def most_likely(logits_NV: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """FP32 log-probs of the `record_logprobs` most likely tokens, and their ids; [N, min(record_logprobs, V)]."""
+    logprobs_NV = torch.log_softmax(logits_NV.float() / params.temperature, dim=-1)
+    values, order = logprobs_NV.topk(min(params.record_logprobs, logits_NV.shape[-1]), dim=-1)
+    return values, order
 
 
 def truncate(logits_NV: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

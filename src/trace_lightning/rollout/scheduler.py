@@ -51,7 +51,7 @@ class Sequence:
     """One completion in the making. `pages` covers prompt and completion; the first ones may be shared.
 
     `num_drawn` is kept up by the generation loop. What was drawn lies on the device; `token_ids`, `logprobs` and
-    `support` are filled when the sequence ends or is preempted.
+    `support` or `topk` (ids and log-probs) are filled when the sequence ends or is preempted.
     """
 
     group: Group
@@ -61,8 +61,10 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: Tensor | None = None
+    topk: tuple[Tensor, Tensor] | None = None
     rows: list[Tensor] = field(default_factory=list)
     was_preempted: bool = False
+    prefilled: int = 0  # tokens it began with: the prompt, and what it had drawn before a preemption
     first_logits: Tensor | None = None  # [V], what its next token is drawn from, until it is
     finish_reason: str = ""
 
@@ -144,6 +146,7 @@ class Scheduler:
                 copies.append((group.pages[full], pages[full]))
             sequence = group.resumes or Sequence(group, group.started, [])
             sequence.pages, sequence.rows, sequence.first_logits = pages, list(group.rows), group.first_logits
+            sequence.prefilled = len(group.token_ids)
             group.started += 1
             started.append(sequence)
             self.running.append(sequence)

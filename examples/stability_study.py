@@ -1,0 +1,247 @@
+"""Which trainer learns from FP4 rollouts? Eight arms on one task, each a `trace-fit` run of its own, in one table.
+
+Every arm is configs/grpo_fp4.yaml with the switches of `ARMS`, so they differ in nothing else. All run in bf16-mixed,
+on a CPU as well: in FP32 both sides would compute alike there, and a study of their differences would find none. Runs
+that are finished are not repeated: a study that was interrupted, or that got more arms or seeds, goes on. `--hard`
+takes four optimizer steps per rollout at the same learning rate: the trainer's weights leave the rollout's.
+
+    OUT/<arm>_seed<n>/version_0/    what trace-fit leaves: summary.json, metrics.csv, curves.png, ...
+    OUT/<arm>_seed<n>.log           its console
+    OUT/stability.json, .png, .md   numbers of every rollout, the plot and the table   (with --hard: <name>_hard)
+
+What was left out: runs side by side. They would share cores, and reward over seconds would say nothing.
+
+    OMP_NUM_THREADS=1 python examples/stability_study.py --out runs/stability          about 1.5 minutes a run
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo_fp4.yaml"
+NOT_GUIDED = ["--recipe.guidance.mode=none"]
+SIX = "--recipe.guidance.sites=[attn_in,o_in,mlp_in,down_in,k,v]"
+NAIVE = [*NOT_GUIDED, "--recipe.trainer=bf16"]
+QUADS = [*NOT_GUIDED, "--recipe.trainer=qat_weights", "--recipe.residual_share=0.5"]
+ARMS: dict[str, tuple[str, list[str]]] = {
+    "bf16": (
+        "BF16 rollout",
+        [*NOT_GUIDED, *(f"--recipe.{part}=none" for part in ("weights", "activations", "kv_cache"))],
+    ),
+    "naive": ("FP4 rollout, trainer not quantised", [*NAIVE, "--model.corrections=[]"]),
+    "naive_tis": ("the same, TIS", NAIVE),
+    "qat": ("symmetric QAT, TIS", NOT_GUIDED),
+    "quads": ("QUADS (BF16 cache), TIS", [*QUADS, "--recipe.kv_cache=none"]),
+    "quads_kv4": ("QUADS with FP4 cache, TIS", QUADS),
+    "trace_half": ("TRACE, six sites of the last half, TIS", ["--recipe.guidance.layers=last_half", SIX]),
+    "trace": ("TRACE as shipped, TIS", []),
+    "trace_six": ("TRACE, six sites of all layers, TIS", [SIX]),
+}
+DEFAULT_ARMS = [arm for arm in ARMS if arm != "quads_kv4"]
+HARD = ["--model.num_minibatches=4"]
+CURVES = {
+    "reward": "reward",
+    "mean_abs_dlogp": "sampling/sampling_logp_difference/mean",
+    "max_abs_dlogp": "sampling/sampling_logp_difference/max",
+    "entropy": "entropy",
+    "length": "completions/mean_length",
+    "grad_norm": "grad_norm",
+    "codes_after": "guidance/code_mismatch_after",
+    "seconds": "timing/step_s",
+}
+PANELS = {"reward": "training reward", "mean_abs_dlogp": "mean |Δ log p|", "entropy": "entropy", "length": "tokens"}
+LAST = 10  # steps that the table's last values are means of
+
+Curves = dict[str, list[float | None]]
+Study = dict[str, dict[str, Any]]  # arm -> seed -> summary and curves
+
+
+def run_name(args: argparse.Namespace, arm: str, seed: int) -> str:
+    return f"{arm}_seed{seed}{'_hard' if args.hard else ''}"
+
+
+def finished(args: argparse.Namespace, arm: str, seed: int) -> Path | None:
+    """The folder of a finished run of as many rollouts, if there is one."""
+    for path in sorted(args.out.glob(f"{run_name(args, arm, seed)}/version_*/summary.json")):
+        summary = json.loads(path.read_text())
+        if summary["status"] == "finished" and summary["rollouts"] == args.steps:
+            return path.parent
+    return None
+
+
+def run_arm(args: argparse.Namespace, arm: str, seed: int) -> None:
+    """One `trace-fit fit` in a process of its own; its console goes into a file."""
+    optimizer_steps = args.steps * (4 if args.hard else 1)
+    command = [
+        *(sys.executable, "-m", "trace_lightning.cli", "fit", f"--config={CONFIG}", f"--seed_everything={seed}"),
+        *(
+            f"--runs_dir={args.out}",
+            f"--run_name={run_name(args, arm, seed)}",
+            f"--trainer.max_steps={optimizer_steps}",
+        ),
+        *(f"--trainer.val_check_interval={min(40, args.steps)}", "--trainer.precision=bf16-mixed"),
+        *("--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"),
+        *(HARD if args.hard else []),
+        *ARMS[arm][1],
+        *args.extra,
+    ]
+    log = args.out / f"{run_name(args, arm, seed)}.log"
+    with log.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        sys.exit(
+            f"{arm}, seed {seed} ended with {done.returncode}; its last words in {log}:\n{log.read_text()[-1500:]}"
+        )
+
+
+def read_curves(folder: Path) -> Curves:
+    """The columns of `CURVES`, one value per rollout; None where nothing was measured."""
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get(CURVES["reward"])]
+    return {name: [_rounded(row.get(key)) for row in rows] for name, key in CURVES.items()}
+
+
+def _rounded(text: str | None) -> float | None:
+    value = float(text) if text else math.nan
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def collect(args: argparse.Namespace) -> Study:
+    """Everything measured by the finished runs."""
+    study: Study = {}
+    for arm in ARMS:
+        for seed in args.seeds:
+            folder = finished(args, arm, seed)
+            if folder is not None:
+                summary = json.loads((folder / "summary.json").read_text())
+                study.setdefault(arm, {})[str(seed)] = {"summary": summary, "curves": read_curves(folder)}
+    return study
+
+
+def _last(curve: list[float | None]) -> float | None:
+    values = [value for value in curve[-LAST:] if value is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _cell(values: list[float | None], digits: int = 3) -> str:
+    """Mean over seeds, and their range where there are several."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    text = f"{statistics.fmean(known):.{digits}f}"
+    return text if len(known) == 1 else f"{text} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+
+
+def table(study: Study) -> str:
+    """Markdown: one row per arm, means over its seeds."""
+    head = (
+        f"| arm | seeds | held-out, before → after | reward, last {LAST} | mean abs Δlogp, run | last {LAST} "
+        f"| max, run | codes after | entropy, last {LAST} | s / rollout |"
+    )
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    for arm, runs in study.items():
+        summaries, curves = zip(*((run["summary"], run["curves"]) for run in runs.values()), strict=True)
+        before, after = ([s["heldout"][side] for s in summaries] for side in ("first", "last"))
+        seconds = [_last(c["seconds"]) for c in curves]
+        cells = [
+            ARMS[arm][0],
+            str(len(runs)),
+            f"{_cell(before[:1])} → {_cell(after)}",
+            _cell([_last(c["reward"]) for c in curves]),
+            _cell([s["divergence"]["mean_abs_dlogp"] for s in summaries], 4),
+            _cell([_last(c["mean_abs_dlogp"]) for c in curves], 4),
+            _cell([s["divergence"]["max_abs_dlogp"] for s in summaries], 2),
+            _cell([s["code_mismatch"]["after"] for s in summaries], 4),
+            _cell([_last(c["entropy"]) for c in curves]),
+            _cell(seconds, 2),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(study: Study, path: Path) -> None:
+    """Four metrics over steps (above) and over seconds (below); thin lines are seeds, thick ones their mean."""
+    figure = Figure(figsize=(18, 8), dpi=100, layout="constrained")
+    axes = figure.subplots(2, len(PANELS))
+    for color, (arm, runs) in enumerate(study.items()):
+        curves = [run["curves"] for run in runs.values()]
+        for column, name in enumerate(PANELS):
+            smooth = [_smooth(curve[name]) for curve in curves]
+            times = [_cumulated(curve["seconds"]) for curve in curves]
+            for row, x in enumerate(([list(range(len(y))) for y in smooth], times)):
+                for one_x, y in zip(x, smooth, strict=True):
+                    axes[row][column].plot(one_x, y, color=f"C{color}", alpha=0.3, linewidth=0.7)
+                middle = [statistics.fmean(values) for values in zip(*smooth, strict=False)]
+                mean_x = [statistics.fmean(values) for values in zip(*x, strict=False)]
+                axes[row][column].plot(mean_x, middle, color=f"C{color}", linewidth=1.6, label=ARMS[arm][0])
+    for row, unit in enumerate(("rollouts", "seconds of training")):
+        for axis, (name, title) in zip(axes[row], PANELS.items(), strict=True):
+            axis.set(title=f"{title}, mean of 5", xlabel=unit)
+            axis.grid(True, alpha=0.25)
+            if name == "mean_abs_dlogp":
+                axis.set_yscale("symlog", linthresh=1e-3)
+                axis.set_ylim(bottom=0)
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path)
+
+
+def _smooth(curve: list[float | None], window: int = 5) -> list[float]:
+    means = []
+    for end in range(1, len(curve) + 1):
+        known = [value for value in curve[max(0, end - window) : end] if value is not None]
+        means.append(statistics.fmean(known) if known else math.nan)
+    return means
+
+
+def _cumulated(seconds: list[float | None]) -> list[float]:
+    total, sums = 0.0, []
+    for value in seconds:
+        total += value or 0.0
+        sums.append(total)
+    return sums
+
+
+def report(args: argparse.Namespace) -> str:
+    """Write what is finished so far; returns the table."""
+    study, name = collect(args), f"stability{'_hard' if args.hard else ''}"
+    switches = {arm: [*(HARD if args.hard else []), *ARMS[arm][1], *args.extra] for arm in study}
+    content = {"config": CONFIG.name, "steps": args.steps, "hard": args.hard, "switches": switches, "arms": study}
+    (args.out / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    plot(study, args.out / f"{name}.png")
+    text = table(study)
+    (args.out / f"{name}.md").write_text(text + "\n")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120, help="rollouts per run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
+    parser.add_argument("--hard", action="store_true", help="four optimizer steps per rollout")
+    parser.add_argument("--out", type=Path, default=Path("runs/stability"))
+    parser.epilog = "Other arguments go to trace-fit, in every arm: --data.batch_size=8"
+    args, args.extra = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.nice(5)
+    for seed in args.seeds:  # all arms of a seed first: an unfinished study can be compared
+        for arm in args.arms:
+            if finished(args, arm, seed) is None:
+                print(f"{arm}, seed {seed}", flush=True)
+                run_arm(args, arm, seed)
+                report(args)
+    print(report(args))
+
+
+if __name__ == "__main__":
+    main()
