@@ -258,7 +258,8 @@ def main() -> None:
             print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['name']}: {row['value']:.4g}, must be <= {row['must']:.4g}")
     if args.json:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        content = {"args": vars(args), "device": where, "torch": torch.__version__, "rows": rows}
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+        content = {"args": settings, "device": where, "torch": torch.__version__, "rows": rows}
         with open(args.json, "w") as file:
             json.dump(content, file, indent=1)
     if args.plot:

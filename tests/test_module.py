@@ -146,6 +146,27 @@ def test_guidance_that_stops_to_work_is_said_once(caplog):
     assert "first of 4 optimizer steps" in said[0].getMessage()
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+def test_guidance_falls_back_to_every_site(fallback):
+    """Two steps per rollout: the default sites fail in the second step, all six hold from the second rollout on."""
+    recipe = QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="parity", fallback=fallback))
+    seen: list[tuple[set[str], float]] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            sites = {site for _, site in batch.guidance.tables}
+            seen.append((sites, trainer.callback_metrics["guidance/code_mismatch_after"].item()))
+
+    rollout = Rollout(num_generations=4, sampling=SamplingParams(max_new_tokens=5))
+    module = make(recipe=recipe, num_minibatches=2, learning_rate=2e-3)
+    fit(module, Watch(), rollout=rollout, steps=6)
+    default, every = {"attn_in", "o_in", "mlp_in"}, {"attn_in", "o_in", "mlp_in", "down_in", "k", "v"}
+    assert [sites for sites, _ in seen] == [default] + 2 * [every if fallback else default]
+    assert seen[0][1] > 0.01
+    assert (seen[2][1] < 0.01) == fallback
+    assert rollout.state_dict()["widened"] == fallback
+
+
 def test_guidance_that_works_is_not_complained_about(caplog):
     fit(make(learning_rate=1e-3), steps=3)
     assert "guidance does not hold" not in caplog.text

@@ -114,6 +114,7 @@ class PolicyModule(pl.LightningModule):
         self.step_positions: list[list[float]] = []
         self._bad_steps = 0
         self._warned = False
+        self.guidance_failed = False
 
     def _check_corrections(self) -> None:
         twice = [correction.label for correction in self.corrections if correction.reweights]
@@ -324,8 +325,12 @@ class PolicyModule(pl.LightningModule):
         return values
 
     def _watch_guidance(self, mismatch: float) -> None:
-        """Say once that guidance has stopped to work: nothing else in a run would show it at once."""
-        if mismatch > _HEALTHY_MISMATCH and not self._warned:
+        """Say once that guidance has stopped to work: nothing else in a run would show it at once.
+
+        The Rollout callback sees `guidance_failed` and has more recorded, if `recipe.guidance.fallback` allows it.
+        """
+        self.guidance_failed = mismatch > _HEALTHY_MISMATCH
+        if self.guidance_failed and not self._warned:
             self._warned = True
             steps = self.num_iterations * self.num_minibatches
             why = f" After the first of {steps} optimizer steps the weights are no longer the rollout's." * (steps > 1)

@@ -36,8 +36,9 @@ class GuidanceConfig:
         scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
         layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
         sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
-            k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights; with several
-            optimizer steps per rollout, name all six.
+            k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights.
+        fallback: record every FP4 site from the next rollout on, once the trainer finds that more than 1 % of the
+            audited codes differ (several optimizer steps per rollout do that to the default sites).
         store: where the record waits for the trainer: `device` or `host`.
         budget_gb: GB that the record of one rollout may take; null: what is free there. A rollout that could need more
             is refused before it begins.
@@ -49,6 +50,7 @@ class GuidanceConfig:
     scales: Literal["whole", "parity"] = "whole"
     layers: str = "all"
     sites: list[str] | None = None
+    fallback: bool = True
     store: Literal["device", "host"] = "device"
     budget_gb: float | None = None
     audit_sequences: int = 4

@@ -11,6 +11,7 @@ Lightning prefetches one batch.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.tasks.base import FunctionReward, RewardFn
 from trace_lightning.types import Problem, RolloutBatch, SamplingParams
 
+log = logging.getLogger(__name__)
 Reward = RewardFn | Callable[[str, Problem], float | None]
 _DEFAULT_SAMPLING = SamplingParams()
 _DTYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "bf16": torch.bfloat16, "16-true": torch.float16}
@@ -86,6 +88,7 @@ class Rollout(Callback):
         self._rollouts = 0
         self._ready = False
         self._synced_at = -1
+        self._widened = False
 
     def should_sync(self, optimizer_steps: int) -> bool:
         """Whether the engine takes over the policy's weights before the next rollout. Default: whenever they moved."""
@@ -122,6 +125,8 @@ class Rollout(Callback):
             dtype = _DTYPES.get(str(trainer.precision), torch.float32)
             self.engine.setup(module.policy, module.tokenizer, module.recipe, dtype=dtype)
             self._ready = True
+            if self._widened:  # before the run was resumed
+                self.engine.widen_guidance()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Fill the batch; `training_step` receives the same object."""
@@ -160,7 +165,15 @@ class Rollout(Callback):
         if "preempted" in batch.stats:
             values["rollout/preempted"] = batch.stats["preempted"]
         pl_module.log_dict(values, batch_size=len(batch.prompts))
+        if pl_module.guidance_failed and pl_module.recipe.guidance.fallback:
+            self._widen_guidance()
         self._enter("idle")
+
+    def _widen_guidance(self) -> None:
+        """The recorded sites do not hold the trainer to the rollout's codes: have all of them recorded from now on."""
+        if self.engine.widen_guidance():
+            self._widened = True
+            log.warning("guidance falls back to every FP4 site, from the next rollout on (recipe.guidance.fallback)")
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -227,8 +240,8 @@ class Rollout(Callback):
         return generation
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of rollouts so far: it seeds the next one."""
-        return {"rollouts": self._rollouts}
+        """Number of rollouts so far, which seeds the next one, and whether guidance has fallen back to all sites."""
+        return {"rollouts": self._rollouts, "widened": self._widened}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._rollouts = state_dict["rollouts"]
+        self._rollouts, self._widened = state_dict["rollouts"], state_dict.get("widened", False)

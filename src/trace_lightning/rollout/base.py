@@ -73,6 +73,10 @@ class RolloutEngine(ABC):
     ) -> Generation:
         """Draw `num_samples` completions for each prompt; sample j of prompt i is completion `i * num_samples + j`."""
 
+    def widen_guidance(self) -> bool:
+        """Record every site that can be guided from the next `generate` on; whether that is more than before."""
+        return False
+
     @property
     @abstractmethod
     def policy_version(self) -> int:

@@ -142,15 +142,7 @@ class LocalEngine(RolloutEngine):
 
     def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
-        found: dict[Key, SiteShape] = {}
-        activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
-        for group in read_layout(policy, self.recipe).groups:
-            if activations is not None:
-                found[group.layer, group.site] = SiteShape(activations, group.linears[0].weight.shape[1])
-        for layer, fmt in enumerate(self.decoder.kv_formats):
-            if fmt is not None:
-                shape = SiteShape(fmt, self.decoder.head_dim, self.decoder.num_kv_heads)
-                found |= {(layer, "k"): shape, (layer, "v"): shape}
+        found = self._fp4_sites(policy)
         layers = self.recipe.guided_layers(len(self.decoder.kv_formats))
         sites = {key: found[key] for key in sorted(found) if key[0] in layers and key[1] in self.recipe.guided_sites}
         if self.recipe.guided_sites and not sites:
@@ -160,6 +152,27 @@ class LocalEngine(RolloutEngine):
                 "guidance.mode=none."
             )
         return sites
+
+    def _fp4_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
+        """All (layer, site) pairs of this model that are rounded to FP4."""
+        found: dict[Key, SiteShape] = {}
+        activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
+        for group in read_layout(policy, self.recipe).groups:
+            if activations is not None:
+                found[group.layer, group.site] = SiteShape(activations, group.linears[0].weight.shape[1])
+        for layer, fmt in enumerate(self.decoder.kv_formats):
+            if fmt is not None:
+                shape = SiteShape(fmt, self.decoder.head_dim, self.decoder.num_kv_heads)
+                found |= {(layer, "k"): shape, (layer, "v"): shape}
+        return {key: shape for key, shape in found.items() if shape.fmt.guidable}
+
+    def widen_guidance(self) -> bool:
+        wide = self._fp4_sites(self._policy)
+        if not self._sites or wide.keys() == self._sites.keys():
+            return False
+        self._sites, self._steps = {key: wide[key] for key in sorted(wide)}, None
+        self._graphs.clear()  # they write to the rows of before
+        return True
 
     @property
     def guidance_keys(self) -> set[Key]:
