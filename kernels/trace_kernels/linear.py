@@ -51,6 +51,7 @@ from torch import Tensor
 from trace_kernels.formats import unpack_codes
 from trace_kernels.launch import INTERPRET, num_multiprocessors, words
 from trace_kernels.quantize import Quantized, get_format
+from trace_kernels.rows import permute_rows
 
 BLOCK_SIZE = {"nvfp4": 16, "mxfp4": 32}
 
@@ -66,8 +67,7 @@ def supports(in_features: int, fmt: str) -> str | None:
 
 def permute_activations_reference(x: Tensor) -> Tensor:
     """[M, C] to [ceil(C / 128), 8, M, 16] as drawn at the top of this file."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
-    return padded.view(x.shape[0], -1, 16, 8).permute(1, 3, 0, 2).contiguous()
+    return permute_rows(x)
 
 
 def fp4_linear_reference(

@@ -4,6 +4,7 @@
     trace-fit fit|validate|test|predict --config A.yaml --config B.yaml --recipe.kv_cache mxfp4 --trainer.max_steps 3
     trace-fit prepare smollm2
     trace-fit bench --shape qwen3-8b --batch 64 --context 8192
+    trace-fit estimate --shape qwen3-8b --card h100
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
 below before the parser is built is what makes their short names (`GRPO`, `TIS`, `LocalEngine`, ...) resolve.
@@ -49,7 +50,7 @@ from trace_lightning.types import QuantRecipe
 
 DESCRIPTION = (
     "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model, "
-    "`trace-fit bench` times rollouts."
+    "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented."
 )
 COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, RolloutEngine)
 
@@ -195,6 +196,8 @@ def main() -> None:
             _prepare(sys.argv[2:])
         elif sys.argv[1:2] == ["bench"]:
             _bench(sys.argv[2:])
+        elif sys.argv[1:2] == ["estimate"]:
+            _estimate(sys.argv[2:])
         else:
             TraceCLI()
     except (ValueError, ImportError) as error:
@@ -246,6 +249,12 @@ def _bench(arguments: list[str]) -> None:
 
     quiet_runtime()
     bench(arguments)
+
+
+def _estimate(arguments: list[str]) -> None:
+    from trace_lightning.estimate.command import main as estimate
+
+    estimate(arguments)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class GuidanceConfig:
         budget_gb: GB that the record of one rollout may take; null: what is free there. A rollout that could need more
             is refused before it begins.
         audit_sequences: sequences per rollout whose full codes are kept as well, so that the mismatch of codes is
-            measured and not assumed. 0 turns the measurement off.
+            measured and not assumed. 0 turns the measurement off, and with it the warning and `fallback`.
     """
 
     mode: Literal["none", "full", "parity"] = "none"
@@ -69,7 +69,7 @@ class GuidanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantRecipe:
-    """The single description of the rollout's number formats; engine, trainer, probe and export all read it.
+    """The single description of the rollout's number formats; engine, trainer and export read it.
 
     Args:
         weights: format of the linear weights in the rollout: `none | nvfp4 | mxfp4 | fp8`.
@@ -361,8 +361,3 @@ class RolloutBatch:
         """Prompt and completion of each of the B sequences, in batch order."""
         for i, completion in enumerate(self.completions):
             yield self.prompts[i // self.num_generations], completion
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass as plain str, numbers, lists and dicts (for hyper-parameters and JSON)."""
-    return dataclasses.asdict(config)

@@ -14,7 +14,7 @@ from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpa
 from trace_kernels import formats as F4
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
-from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape
+from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, check_budget
 from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
 from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
 
@@ -147,6 +147,16 @@ class TestRowsOfARollout:
         engine.generate(PROMPTS, sampling())
         with pytest.raises(ValueError, match="budget_gb=0"):
             recipe_of(budget_gb=0)
+
+    def test_memory_that_torch_holds_unused_is_in_the_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After a training step a GPU has little free by its own count, the record of the rollout before among it."""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 10_000))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7_000)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
+        config, gpu = GuidanceConfig(mode="parity"), torch.device("cuda")
+        check_budget(config, row_bytes=10, most_tokens=400, store=gpu)
+        with pytest.raises(ValueError, match="what is free on the GPU"):
+            check_budget(config, row_bytes=10, most_tokens=401, store=gpu)
 
     def test_nothing_to_guide_is_refused(self) -> None:
         recipe = QuantRecipe(

@@ -31,7 +31,7 @@ from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.kv_pool import PagePool
-from trace_lightning.types import Completion, GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import SITES, Completion, GuidanceConfig, QuantRecipe, SamplingParams
 
 PROMPTS = make_prompts(1, 5, 16, 31)
 PLAIN = QuantRecipe()
@@ -255,6 +255,45 @@ class TestMemory:
         sync(engine, model, 1)
         assert greedy(engine) == first
 
+    def test_guidance_widens_while_the_snapshot_is_released(self) -> None:
+        recipe = QuantRecipe(activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))
+        model = make_policy("qwen3", recipe)
+        engine = make_engine(model, recipe, keep_snapshot=False)
+        engine.generate(PROMPTS, sampling(), record_guidance=True)
+        assert engine._decoder is None
+        assert engine.widen_guidance()
+        sync(engine, model, 1)
+        record = engine.generate(PROMPTS, sampling(), record_guidance=True).guidance
+        assert record is not None
+        assert {site for _, site in record.tables} == set(SITES)
+
+    def test_a_cache_bounded_by_memory_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Far more is wanted than fits: small changes of what is free move neither the cache nor its graphs."""
+        engine, sizes = make_engine(make_model("qwen3"), PLAIN), []
+        for possible in (120, 130, 90, 136, 160):
+            monkeypatch.setattr(LocalEngine, "_possible_tokens", lambda self, held, n=possible: n)
+            engine.generate(PROMPTS, sampling(), num_samples=4)
+            sizes.append(engine._kv.num_pages * engine.page_size)  # type: ignore[union-attr]
+        assert sizes == [120, 120, 120, 120, 160]
+
+    def test_graphs_that_write_to_a_cache_go_with_it(self) -> None:
+        """The next cache may begin at the address of the last one, so addresses alone do not tell them apart."""
+        engine = make_engine(make_model("qwen3"), W4A4KV4)
+        engine.generate(PROMPTS[:1], sampling())
+        engine._sync_graph.run("key", lambda: None)
+        engine.generate(PROMPTS, sampling(), num_samples=3)
+        steps: list[str] = []
+        engine._sync_graph.run("key", lambda: steps.append("not from a graph"))
+        assert steps
+
+    def test_graphs_of_temperatures_that_pass_by_do_not_pile_up(self) -> None:
+        engine, kept = make_engine(make_model("qwen3"), PLAIN), []
+        for temperature in (1.0, 0.9, 0.8, 0.9, 0.7, 0.6):
+            engine.generate(PROMPTS, sampling(temperature=temperature))
+            kept.append(bool(engine._graphs._seen))
+            engine._graphs._seen.add("a shape")
+        assert kept == [False, True, True, True, True, False]
+
     def test_interrupted_call_takes_no_pages_with_it(self) -> None:
         engine = make_engine(make_model("qwen3"), PLAIN, kv_cache_tokens=60)
         expected = greedy(engine)
@@ -414,6 +453,18 @@ class TestRefused:
     def test_fused_decoder_of_an_unknown_family(self) -> None:
         with pytest.raises(ValueError, match="knows llama, qwen2, qwen3, mistral, not gpt2"):
             make_engine(make_model("gpt2"), PLAIN, decoder="fused")
+
+    @pytest.mark.parametrize("foreign", [-1, 10**6])
+    def test_stop_ids_outside_of_the_vocabulary(self, foreign: int) -> None:
+        engine = make_engine(make_model("qwen3"), PLAIN)
+        with pytest.raises(ValueError, match=rf"stop_token_ids has \[{foreign}\]"):
+            engine.generate(PROMPTS, sampling(stop_token_ids=[5, foreign]))
+
+    def test_an_activation_without_a_kernel(self) -> None:
+        model = make_model("llama", hidden_act="relu")
+        with pytest.raises(ValueError, match=r"not relu, which LlamaForCausalLM has: use engine.decoder=hf"):
+            make_engine(model, PLAIN)
+        make_engine(model, PLAIN, decoder="hf").generate(PROMPTS, GREEDY)
 
     def test_generate_before_load(self) -> None:
         engine = LocalEngine()

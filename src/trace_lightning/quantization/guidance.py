@@ -39,10 +39,6 @@ class SiteTable:
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.scale, self.codes, self.outer, self.audit) if t is not None]
 
-    def to(self, device: torch.device) -> SiteTable:
-        moved = (None if t is None else t.to(device) for t in (self.scale, self.codes, self.outer, self.audit))
-        return SiteTable(*moved)  # type: ignore[arg-type]
-
 
 @dataclass
 class GuidanceRecord:
@@ -116,12 +112,12 @@ class MismatchCounts:
 class GuidanceRows:
     """Guidance of one micro-batch of N = B * T flat tokens: which tokens are guided, and by which rows.
 
-    Built once per micro-batch on the CPU, so the forward pass gathers without a host sync.
+    Built once per micro-batch on the CPU, so the forward pass gathers without waiting for a number from the device.
     """
 
     record: GuidanceRecord
     guided_index: Tensor  # int64 [G], flat positions of guided tokens
-    rows: Tensor  # int64 [G], their rows
+    rows: Tensor  # int64 [G], their rows; where the record is, which may be the host
     unguided_index: Tensor  # int64 [N - G], padding and unrecorded tokens: they round to nearest
     audit_index: Tensor  # int64 [A], which of the G are audited: each audited row once, for a group shares its prompt
     audit_entries: Tensor  # int64 [A], their audit entries
@@ -145,10 +141,9 @@ class GuidanceRows:
         entries = record.audit_of_row[rows]
         audited = _first_of_each(entries)
         unguided = (flat < 0).nonzero().squeeze(-1)
-        guided, rows, unguided, audited, entries = (
-            part.to(device) for part in (guided, rows, unguided, audited, entries[audited])
-        )
-        return cls(record, guided, rows, unguided, audited, entries)
+        guided, unguided, audited, entries = (part.to(device) for part in (guided, unguided, audited, entries[audited]))
+        store = next((table.codes.device for table in record.tables.values()), device)
+        return cls(record, guided, rows.to(store), unguided, audited, entries)
 
     def table(self, layer: int, site: str) -> SiteTable | None:
         return self.record.tables.get((layer, site))

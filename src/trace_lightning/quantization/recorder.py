@@ -212,9 +212,13 @@ class StepRecorder(SiteViews):
             self.code_ring.index_copy_(0, self.step, self.codes.unsqueeze(0))
         self.step += 1
 
+    def restart(self) -> None:
+        """Begin at the first place of the ring again."""
+        self.step.zero_()
+
     def take(self, steps: int, rows: int) -> tuple[Tensor, Tensor | None]:
         """The first `rows` rows of the last `steps` steps, [steps, rows, bytes], and of their codes; starts afresh."""
-        self.step.zero_()
+        self.restart()
         return self.ring[:steps, :rows], None if self.code_ring is None else self.code_ring[:steps, :rows]
 
 
@@ -395,7 +399,7 @@ def _scattered(index: Tensor, data: Tensor, count: int) -> Tensor:
 def check_budget(config: GuidanceConfig, row_bytes: int, most_tokens: int, store: torch.device) -> None:
     """Refuse a rollout whose record could outgrow its budget, before a token is drawn.
 
-    The budget is `config.budget_gb`, or else the memory that is free where the record is kept.
+    The budget is `config.budget_gb`, or else the memory that can be had where the record is kept.
 
     Raises:
         ValueError: with both numbers and the ways out.
@@ -403,7 +407,7 @@ def check_budget(config: GuidanceConfig, row_bytes: int, most_tokens: int, store
     if config.budget_gb is not None:
         budget, source = config.budget_gb * 1e9, f"guidance.budget_gb={config.budget_gb:g}"
     elif store.type == "cuda":
-        budget, source = float(torch.cuda.mem_get_info(store)[0]), "what is free on the GPU"
+        budget, source = float(free_gpu_memory(store)), "what is free on the GPU"
     else:
         budget, source = _free_host_memory(), "what is free on the host"
     needed = row_bytes * most_tokens
@@ -414,6 +418,15 @@ def check_budget(config: GuidanceConfig, row_bytes: int, most_tokens: int, store
             "guidance.scales=parity or guidance.mode=parity, name fewer guidance.sites, or draw fewer or shorter "
             "completions."
         )
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Bytes that torch could allocate: what is free on the GPU, and what its allocator holds without using it.
+
+    After a training step most of a GPU belongs to the second kind, the record of the rollout before among it.
+    """
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 def _free_host_memory() -> float:

@@ -82,7 +82,7 @@ class GuidedRounding(Rounding):
         return result
 
     def _round(self, layer: int, site: str, x: Tensor, fmt: _E2M1Format, table: SiteTable) -> Quantized:
-        rows, config = self.rows.rows.to(table.codes.device), self.rows.record.config
+        rows, config = self.rows.rows, self.rows.record.config
         padded = -(-x.shape[-1] // fmt.block_size) * fmt.block_size
         outer = table.outer
         if outer is not None:

@@ -22,7 +22,13 @@ from trace_kernels import BlockFormat, get_format
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.quantization.guidance import Key
-from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, StepRecorder, check_budget
+from trace_lightning.quantization.recorder import (
+    GuidanceRecorder,
+    SiteShape,
+    StepRecorder,
+    check_budget,
+    free_gpu_memory,
+)
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
 from trace_lightning.rollout.decode_state import DecodeState, StateShape
 from trace_lightning.rollout.decoder import Decoder
@@ -38,6 +44,8 @@ from trace_lightning.rollout.verify import check_decoder
 from trace_lightning.types import Prompt, QuantRecipe, SamplingParams
 
 log = logging.getLogger(__name__)
+_MAX_DISTRIBUTIONS = 4  # of training, evaluation, and two to spare
+_WORTH_KEEPING = 0.875  # of the cache that memory allows: a little more is not worth new graphs
 
 
 class LocalEngine(RolloutEngine):
@@ -47,14 +55,15 @@ class LocalEngine(RolloutEngine):
         max_num_seqs: sequences that decode side by side.
         page_size: tokens per KV page; the GPU's kernels want a power of two from 16 to 256.
         kv_cache_tokens: size of the cache; default: what one `generate` needs, bounded by `memory_fraction`.
-        memory_fraction: on a GPU, the share of free memory the cache may take.
+        memory_fraction: on a GPU, the share of free memory the cache may take; memory that torch holds unused is free.
         prefill_tokens: prompt tokens per prefill pass.
         decoder: `auto` takes the fused decoder for the families it knows and transformers' modules otherwise.
         verify: compare the decoder with the policy's own forward once, when weights are first loaded.
         cuda_graphs: on a GPU, replay decode steps from graphs.
         decode_window: on a GPU, decode steps between two looks at which sequences have ended.
         keep_snapshot: keep the quantised weights, the cache and the graphs between rollouts; off, their memory is the
-            trainer's until the next sync, which then builds them anew.
+            trainer's until the next sync, which then builds them anew. Nothing is left to draw from without one, so
+            every rollout, each validation batch included, begins with a sync, whatever `Rollout.should_sync` says.
     """
 
     def __init__(
@@ -99,6 +108,7 @@ class LocalEngine(RolloutEngine):
         self._prefixes: PrefixTable | None = None
         self._graphs, self._sync_graph = GraphCache(), GraphCache()
         self._sync_key: Hashable = None
+        self._distributions: set[tuple[float, ...]] = set()  # that graphs may have been captured for
 
     @property
     def policy_version(self) -> int:
@@ -106,7 +116,7 @@ class LocalEngine(RolloutEngine):
 
     @property
     def decoder(self) -> Decoder:
-        """The snapshot; for tests and the probe."""
+        """The snapshot; for tests and the benchmark."""
         assert self._decoder is not None, "call setup first"
         return self._decoder
 
@@ -125,9 +135,11 @@ class LocalEngine(RolloutEngine):
         self.device = next(policy.parameters()).device
         self.tokenizer, self.eos = tokenizer, eos_token_ids(policy, tokenizer)
         self._stop_cache: dict[str, set[int]] = {}
-        self._verified, self._timed = not self.verify, False
+        self._verified, self._timed, self._choices = not self.verify, False, ""
+        self._said_slow = False
         self.release()
         self._build()
+        self._wide_sites = self._fp4_sites(policy)
         self._sites = self._guided_sites(policy)
 
     def _build(self) -> None:
@@ -142,7 +154,7 @@ class LocalEngine(RolloutEngine):
 
     def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
-        found = self._fp4_sites(policy)
+        found = self._wide_sites
         layers = self.recipe.guided_layers(len(self.decoder.kv_formats))
         sites = {key: found[key] for key in sorted(found) if key[0] in layers and key[1] in self.recipe.guided_sites}
         if self.recipe.guided_sites and not sites:
@@ -167,7 +179,7 @@ class LocalEngine(RolloutEngine):
         return {key: shape for key, shape in found.items() if shape.fmt.guidable}
 
     def widen_guidance(self) -> bool:
-        wide = self._fp4_sites(self._policy)
+        wide = self._wide_sites
         if not self._sites or wide.keys() == self._sites.keys():
             return False
         self._sites, self._steps = {key: wide[key] for key in sorted(wide)}, None
@@ -192,9 +204,9 @@ class LocalEngine(RolloutEngine):
         self._copy_weights(tensors)
         if not self._timed:
             choices = self.decoder.find_crossover()
-            if choices:
+            if choices != self._choices:  # a snapshot that is built anew chooses the same again
                 log.info("matmuls read packed weights for few rows and BF16 copies for more: %s", choices)
-            self._timed = True
+            self._choices, self._timed = choices, True
         self._version = version
 
     def _copy_weights(self, tensors: dict[str, Tensor]) -> None:
@@ -239,18 +251,30 @@ class LocalEngine(RolloutEngine):
         longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
         side_by_side = min(len(prompts) * num_samples, self.max_num_seqs)
         wanted = self.kv_cache_tokens or (side_by_side + min(len(prompts), side_by_side)) * (longest + self.page_size)
-        if self._kv is not None:
-            if self._kv.num_pages * self.page_size >= wanted or self.kv_cache_tokens:
-                return PagePool(self._kv.num_pages, self.page_size)
+        held = 0 if self._kv is None else self._kv.num_pages * self.page_size
+        if held and (held >= wanted or self.kv_cache_tokens):
+            return PagePool(held // self.page_size, self.page_size)
+        possible = None if self.kv_cache_tokens else self._possible_tokens(held)
+        if possible is not None and possible < wanted:
+            if held and held >= possible * _WORTH_KEEPING:
+                return PagePool(held // self.page_size, self.page_size)
+            wanted = possible
+        if held:
             self._kv = None  # free the smaller one first
             self._graphs.clear()
-        if self.device.type == "cuda" and not self.kv_cache_tokens:
-            per_token = self._new_kv(self.decoder.kv_formats, self.page_size).nbytes / self.page_size
-            free = torch.cuda.mem_get_info(self.device)[0]
-            wanted = min(wanted, int(free * self.memory_fraction / per_token))
+            self._sync_graph.clear()  # it writes to the outer scales of before
         self._kv = self._new_kv(self.decoder.kv_formats, max(wanted, self.page_size))
         self._renew_outer(self._kv)
         return PagePool(self._kv.num_pages, self.page_size)
+
+    def _possible_tokens(self, held: int) -> int | None:
+        """Tokens of a cache that takes `memory_fraction` of what a GPU has free, its present `held` ones included."""
+        if self.device.type != "cuda":
+            return None
+        kv = self._kv if self._kv is not None else self._new_kv(self.decoder.kv_formats, self.page_size)
+        per_token = kv.nbytes / (kv.num_pages * self.page_size)
+        free = free_gpu_memory(self.device) + held * per_token
+        return int(free * self.memory_fraction / per_token)
 
     def _context_limit(self, prompts: list[Prompt], params: SamplingParams) -> int | None:
         """The number of positions the model has, if completions may be cut there; else None.
@@ -281,11 +305,19 @@ class LocalEngine(RolloutEngine):
         if self._state is None or not self._state.shape.holds(shape):
             self._graphs.clear()
             self._state = self._steps = None
-            embedding: Any = self._policy.get_input_embeddings()
-            self._state = DecodeState(shape, embedding.weight.shape[0], self.device)
+            self._state = DecodeState(shape, self._vocab_size, self.device)
         return self._state
 
+    @property
+    def _vocab_size(self) -> int:
+        embedding: Any = self._policy.get_input_embeddings()
+        return int(embedding.weight.shape[0])
+
     def _stop_ids(self, params: SamplingParams) -> set[int]:
+        vocabulary = self._vocab_size
+        foreign = [i for i in params.stop_token_ids if not 0 <= i < vocabulary]
+        if foreign:
+            raise ValueError(f"sampling.stop_token_ids has {foreign}, but this model's ids are 0 to {vocabulary - 1}")
         ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos)
         for text in params.stop:
             if text not in self._stop_cache:
@@ -295,7 +327,7 @@ class LocalEngine(RolloutEngine):
             if not self._stop_cache[text]:
                 raise ValueError(f"sampling.stop has {text!r}, which no token of this tokenizer contains")
             ids |= self._stop_cache[text]
-        return ids
+        return {i for i in ids if i < vocabulary}  # tokenizers may know more tokens than the model
 
     @torch.no_grad()
     def generate(
@@ -322,7 +354,7 @@ class LocalEngine(RolloutEngine):
         )
         assert self._kv is not None
         state.reset(seed=params.seed, stop_ids=stop_ids)
-        graphs = self._graphs_for(state)
+        graphs = self._graphs_for(state, params)
         most_tokens = sum(len(p.token_ids) for p in prompts) + len(prompts) * num_samples * params.max_new_tokens
         recording = self._recording(state, graphs, most_tokens) if record_guidance else None
         run = GenerationRun(
@@ -374,11 +406,21 @@ class LocalEngine(RolloutEngine):
         shares = [len(range(i, total, len(prompts))) for i in range(len(prompts))]
         return [Group(prompt, i, num_samples, shares[i]) for i, prompt in enumerate(prompts)]
 
-    def _graphs_for(self, state: DecodeState) -> GraphCache | None:
+    def _graphs_for(self, state: DecodeState, params: SamplingParams) -> GraphCache | None:
         """The graphs, where a decode step can be captured at all."""
+        if params.distribution not in self._distributions and len(self._distributions) == _MAX_DISTRIBUTIONS:
+            self._graphs.clear()  # a temperature that changes from rollout to rollout would fill the memory with them
+            self._distributions.clear()
+        self._distributions.add(params.distribution)
         static = self.decoder.prepare(state.capacity(self.page_size))
-        usable = self.cuda_graphs and self.device.type == "cuda" and static
-        return self._graphs if usable else None
+        if not self.cuda_graphs or self.device.type != "cuda":
+            return None
+        if not static and not self._said_slow:
+            self._said_slow = True
+            family = self._policy.config.model_type
+            why = "its rotary angles change with the length" if self._fused else "transformers' modules look at data"
+            log.info("decode steps of %s run without CUDA graphs (slower): %s", family, why)
+        return self._graphs if static else None
 
     def _prefix_table(self, prompts: list[Prompt], num_samples: int, state: DecodeState) -> PrefixTable | None:
         """A table of shared prompts, where sharing them in the decode kernel pays."""

@@ -68,7 +68,11 @@ class _Layer:
 
 
 class FusedDecoder(Decoder):
-    """Own forward for the families in `FUSED_FAMILIES`."""
+    """Own forward for the families in `FUSED_FAMILIES`.
+
+    Raises:
+        ValueError: an activation that no kernel has, or a recipe that excludes a part of a fused group.
+    """
 
     def __init__(self, model: PreTrainedModel, recipe: QuantRecipe, dtype: torch.dtype) -> None:
         self.model, self.recipe, self.dtype = model, recipe, dtype
@@ -77,6 +81,11 @@ class FusedDecoder(Decoder):
         attention = layers[0].self_attn
         self.eps, self.head_dim, self.scaling = config.rms_norm_eps, attention.head_dim, attention.scaling
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if config.hidden_act not in _ACTIVATIONS:
+            raise ValueError(
+                f"the fused decoder knows the activations {', '.join(_ACTIVATIONS)}, not {config.hidden_act}, which "
+                f"{type(model).__name__} has: use engine.decoder=hf"
+            )
         self.rotary, self.activation = body.rotary_emb, _ACTIVATIONS[config.hidden_act]
         self.rope_is_static = getattr(body.rotary_emb, "rope_type", "default") in _STATIC_ROPE
         self._rope_table: tuple[Tensor, Tensor] | None = None

@@ -53,8 +53,8 @@ class GraphCache:
         """Do `step` once: from its graph, else capturing it, else, the first time, as it is."""
         if key not in self._graphs:
             if key not in self._seen:
-                self._seen.add(key)
                 step()
+                self._seen.add(key)  # not before it: a step that failed may have left something uncompiled
                 return
             self._graphs[key] = self._capture(step)
         self._graphs[key].replay()

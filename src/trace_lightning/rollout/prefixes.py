@@ -4,7 +4,7 @@ The samples of a group hold the same full pages of their prompt. Read once for a
 step a fraction of what they cost read by each: bytes fall from n (p + r) to p + n r for n samples, prompt p and
 response r.
 
-    group_rows [R, n]   rows of the samples of one group, -1 where there is none; one line per group that still runs
+    group_rows [R, n]   rows of the samples of one group, -1 where there is none; one line per prefilled prompt in use
     prefix_lens [R]     tokens in the shared full pages of a row's prompt
 
 Short prompts are not shared: the extra kernel would cost more than the pages it saves.
@@ -38,11 +38,12 @@ class PrefixTable:
         members: dict[int, list[int]] = {}
         lengths = []
         for row, sequence in enumerate(running):
-            # A sequence that was preempted has pages of its own.
+            # A sequence that was preempted has pages of its own. So have the samples that started after their group
+            # gave its pages back and was prefilled again: lines are told apart by the first page.
             shared = 0 if sequence.was_preempted else sequence.prompt_length // self.page_size * self.page_size
             lengths.append(shared)
             if shared:
-                members.setdefault(sequence.group.index, []).append(row)
+                members.setdefault(sequence.pages[0], []).append(row)
         lines = [rows + [-1] * (self.group_rows.shape[1] - len(rows)) for rows in members.values()]
         self.group_rows.fill_(-1)
         self.prefix_lens.zero_()

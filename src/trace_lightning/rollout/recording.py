@@ -42,6 +42,8 @@ class RolloutRecording:
 
     def __init__(self, recorder: GuidanceRecorder, kv: PagedKV, steps: StepRecorder | None) -> None:
         self.recorder, self.kv, self.steps = recorder, kv, steps
+        if steps is not None:
+            steps.restart()  # a call that was interrupted may have left steps in the ring
         self._host_seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 

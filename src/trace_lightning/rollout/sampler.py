@@ -2,8 +2,8 @@
 
 The draw itself, counter-based and with its log-probability, is `trace_kernels.sampling`. Truncated sampling adds a
 question: over which tokens was the distribution renormalised? When the answer is recorded, the kept tokens are chosen
-here by a top-k, so that there are never more of them than are recorded, whatever ties there are; else the kernel cuts
-by a threshold.
+here by a top-k, so that there are never more of them than are recorded, whatever ties there are. Without a record a
+small top-k goes the same way, being faster there; everything else is cut by the kernel at a threshold.
 
 What was left out: penalties (repetition, presence). They make the sampled distribution depend on history in a way that
 the trainer would have to replay.
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from trace_kernels.sampling import sample_tokens
 from trace_lightning.types import SamplingParams
+
+_SORTED_TOP_K = 1024  # up to here finding the k largest is faster than searching for a threshold
 
 
 @dataclass
@@ -48,9 +50,9 @@ def sample(
         position_N: int64 counter, the position of the drawn token.
     """
     counters = uid_N, sample_N, position_N, seed
-    if params.truncated and params.record_support:
+    if params.truncated and (params.record_support or 0 < params.top_k <= _SORTED_TOP_K):
         kept_NV, support = truncate(logits_NV.float() / params.temperature, params)
-        return Sampled(*sample_tokens(kept_NV, *counters), support)
+        return Sampled(*sample_tokens(kept_NV, *counters), support if params.record_support else None)
     token_ids, logprobs = sample_tokens(
         logits_NV,
         *counters,

@@ -1,4 +1,4 @@
-"""Teacher-forced scoring: the policy's log-probs of tokens that a rollout drew. Training, parity and probe share it."""
+"""Teacher-forced scoring: the policy's log-probs of tokens that a rollout drew, for training and parity alike."""
 
 from __future__ import annotations
 

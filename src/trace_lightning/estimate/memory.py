@@ -1,0 +1,160 @@
+"""Bytes by item, who holds them in which phase, and what fits. Trainer and rollout share one card.
+
+    rollout   sync, prefill, decode: trainer state + snapshot + KV pool + work of the engine
+    train     a micro-batch: trainer state + what the engine keeps + weight copies + activations + a chunk of logits
+    step      AdamW: trainer state + what the engine keeps + one temporary
+
+Gradients live until the next step begins, so through the rollout as well; the KV pool is sized at the first rollout,
+when neither they nor AdamW's moments exist yet. P parameters (norms left out), H, q, kv, I widths of the residual
+stream, queries, keys and the MLP. Also left out: fragmentation, CUDA graphs, the rotary table, supports and top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
+from trace_lightning.estimate.plan import Plan
+from trace_lightning.quantization.recorder import GuidanceRecorder, RowLayout
+
+PHASES = ("rollout", "train", "step")
+CONTEXT_BYTES = 1.5e9  # assumed: CUDA context, libraries' workspaces
+_CHUNK = 1024  # rows of `token_logprobs` whose logits exist at one time
+_ROW_GROWTH = 1.25  # the recorder makes room for 5/4 of the rows of the rollout before
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one thing; `side` is trainer, rollout or host, `phases` are those in which it exists on the card."""
+
+    name: str
+    side: str
+    bytes: float
+    phases: tuple[str, ...] = PHASES
+
+
+def layer_bytes(plan: Plan) -> int:
+    """Bytes per token that autograd keeps of one Qwen3 layer: tensor by tensor, and exact for sdpa (tests).
+
+    With FP32 masters the residual stream is FP32: two of it (8 H), two normalised (8 H), five BF16 inputs of linears
+    (10 H); in BF16 two FP32 copies for the norms (8 H), two normalised and two scaled (8 H). Then q: FP32, normalised,
+    rotated, attended (10 q); k and v alike (10 kv); gate, its activation, up, product (8 I); statistics of norms and
+    attention; and the rounded attention output (2 q) where activations are quantised. Families without QK-norm keep
+    less.
+    """
+    shape = plan.shape
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    stream = (26 if plan.master_bytes == 4 else 16) * shape.hidden
+    rounded = 2 * queries if plan.recipe.trained.activations != "none" else 0
+    statistics = 4 * (2 + 2 * shape.heads + shape.kv_heads)
+    return stream + 10 * (queries + keys) + 8 * shape.intermediate + statistics + rounded
+
+
+def microbatch_tokens(plan: Plan) -> int:
+    """Padded tokens of the largest micro-batch: as many of the longest sequences as the budget holds, at least one."""
+    rows = min(plan.sequences, max(1, plan.max_tokens_per_microbatch // plan.longest))
+    return rows * plan.longest
+
+
+def trainer_items(plan: Plan) -> Iterator[Item]:
+    """Masters, gradients and AdamW's moments, and what a micro-batch adds."""
+    shape, params, width = plan.shape, plan.shape.params, plan.master_bytes
+    yield Item("master weights", "trainer", params * width)
+    yield Item("gradients", "trainer", params * width)
+    if plan.gpus > 1:
+        yield Item("DDP buckets", "trainer", params * width)
+    yield Item("AdamW moments", "trainer", 2 * params * width)
+    yield Item("AdamW temporary", "trainer", params * width, ("step",))
+    mixed = width == 4
+    copied = shape.linear_params if mixed or plan.recipe.trained.weights != "none" else 0
+    yield Item("weight copies, BF16", "trainer", 2 * (copied + (shape.head_params if mixed else 0)), ("train",))
+    tokens, one = microbatch_tokens(plan), layer_bytes(plan)
+    layers = one + shape.layers * width * shape.hidden if plan.gradient_checkpointing else one * shape.layers
+    yield Item("activations kept", "trainer", tokens * (layers + 4 * width * shape.hidden), ("train",))
+    # Assumed: four FP32 rows of the widest tensor, for rounding in the forward and gradients in the backward pass.
+    widest = max(shape.intermediate, shape.heads * shape.head_dim)
+    yield Item("activations in work", "trainer", tokens * 16 * widest, ("train",))
+    # Backward of a chunk: BF16 logits, FP32 log-probs and three FP32 gradients of them, and the head's own gradient.
+    yield Item("logits of a chunk", "trainer", 18 * _CHUNK * shape.vocab + width * shape.head_params, ("train",))
+
+
+def kept_snapshot(plan: Plan) -> float:
+    """`snapshot_bytes`, and what FP32 masters add: an FP32 embedding, which a tied head cannot share."""
+    extra = plan.shape.head_params * (4 if plan.shape.tied else 2) if plan.master_bytes == 4 else 0
+    return snapshot_bytes(plan.shape, plan.recipe) + extra
+
+
+def pool_bytes(plan: Plan) -> float:
+    """The KV pool as `LocalEngine` reserves it: what the call needs, at most `memory_fraction` of what is free."""
+    per_token, rows = kv_bytes(plan.shape, plan.recipe), min(plan.sequences, plan.max_num_seqs)
+    if plan.kv_cache_tokens:
+        return per_token * plan.kv_cache_tokens
+    wanted = (rows + min(plan.own_prompts, rows)) * (plan.longest + plan.page_size)
+    held = plan.shape.params * plan.master_bytes * (1 if plan.keep_snapshot else 4)
+    free = plan.card.memory - CONTEXT_BYTES - held - kept_snapshot(plan)
+    return min(wanted * per_token, max(0.0, free) * plan.memory_fraction)
+
+
+def fit(plan: Plan, new_tokens: int) -> int:
+    """Sequences whose own tokens and share of a prompt fit the KV pool side by side, when all are at their end."""
+    context = new_tokens + -(-plan.prompt_length // plan.samples) + plan.page_size
+    return sequences_that_fit(pool_bytes(plan), kv_bytes(plan.shape, plan.recipe), context)
+
+
+def record_row_bytes(plan: Plan) -> int:
+    """Bytes of guidance per fed token, by the recorder's own layout; 0 without guidance."""
+    sites = plan.guided_sites
+    return GuidanceRecorder(plan.recipe.guidance, sites, torch.device("cpu")).row_bytes if sites else 0
+
+
+def record_tokens(plan: Plan, new_tokens: int) -> int:
+    """Tokens per GPU that get a row: each prompt once, and all completions."""
+    return plan.own_prompts * plan.prompt_length + plan.sequences * new_tokens
+
+
+def rollout_items(plan: Plan) -> Iterator[Item]:
+    """Snapshot, KV pool, the engine's state, and the record; the last on the card or on the host."""
+    shape, recipe = plan.shape, plan.recipe
+    kept = PHASES if plan.keep_snapshot else ("rollout",)
+    small = kept_snapshot(plan) - snapshot_bytes(shape, recipe) + 2 * (shape.params - shape.linear_params)
+    yield Item("snapshot, BF16 linears", "rollout", 2 * shape.linear_params, kept)
+    yield Item("snapshot, packed linears", "rollout", snapshot_bytes(shape, recipe) - 2 * shape.params, kept)
+    yield Item("snapshot, embedding and head", "rollout", small, kept)
+    yield Item("KV pool", "rollout", pool_bytes(plan), kept)
+    rows = min(plan.sequences, plan.max_num_seqs)
+    pages = -(-plan.longest // plan.page_size)
+    yield Item("decode state", "rollout", rows * (8 * plan.new_tokens + 4 * pages + 56), kept)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    fed = min(plan.prefill_tokens, plan.own_prompts * plan.prompt_length)
+    # Assumed. Prefill: residual, normalised, q k v, attention, gate and up, product; decoding: logits, BF16 and FP32.
+    work = max(fed * (6 * shape.hidden + 4 * queries + 4 * keys + 6 * shape.intermediate), 6 * rows * shape.vocab)
+    yield Item("prefill or logits in work", "rollout", work, ("rollout",))
+    yield from _record_items(plan, rows, kept)
+
+
+def _record_items(plan: Plan, rows: int, kept: tuple[str, ...]) -> Iterator[Item]:
+    config, sites = plan.recipe.guidance, plan.guided_sites
+    if not sites:
+        return
+    audited = config.audit_sequences * plan.longest * RowLayout.of_codes(sites).row_bytes
+    total = _ROW_GROWTH * record_row_bytes(plan) * record_tokens(plan, plan.mean_new) + audited
+    side = "host" if config.store == "host" else "rollout"
+    yield Item("guidance record", side, total, () if side == "host" else PHASES)
+    fed = {key: site for key, site in sites.items() if site.heads is None}
+    if fed:  # the ring of a window of decode steps and the step itself, see `StepRecorder`
+        row = RowLayout.of_record(fed, mode=config.mode, scales="whole").row_bytes
+        row += RowLayout.of_codes(fed).row_bytes if config.audit_sequences and config.mode != "full" else 0
+        yield Item("guidance, window of steps", "rollout", rows * row * (plan.decode_window + 1), kept)
+
+
+def items(plan: Plan) -> list[Item]:
+    """Everything, in the order of the table."""
+    return [*trainer_items(plan), *rollout_items(plan)]
+
+
+def peaks(plan: Plan) -> dict[str, float]:
+    """Bytes on the card in each phase."""
+    return {phase: CONTEXT_BYTES + sum(item.bytes for item in items(plan) if phase in item.phases) for phase in PHASES}

@@ -1,0 +1,111 @@
+"""The question: one model, recipe and card, the batch, and the settings that decide memory and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trace_kernels import get_format
+from trace_lightning.bench.shapes import ModelShape
+from trace_lightning.estimate.cards import Card
+from trace_lightning.quantization.guidance import Key
+from trace_lightning.quantization.recorder import SiteShape
+from trace_lightning.types import SITES, QuantRecipe
+
+PRECISIONS = ("bf16-mixed", "bf16-true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One training run, as far as its cost depends on it. `prompts` are those of a step on all GPUs together.
+
+    `mean_new_tokens` 0 takes `new_tokens`. The settings from `precision` on carry the names and defaults of
+    `PolicyModule` and `LocalEngine`.
+
+    Raises:
+        ValueError: a number out of range, more tokens than the model has positions, or an unknown precision.
+    """
+
+    model: str
+    shape: ModelShape
+    recipe: QuantRecipe
+    card: Card
+    gpus: int = 1
+    prompts: int = 32
+    samples: int = 16
+    prompt_length: int = 512
+    new_tokens: int = 4096
+    mean_new_tokens: int = 0
+    precision: str = "bf16-mixed"
+    gradient_checkpointing: bool = False
+    max_tokens_per_microbatch: int = 16384
+    num_iterations: int = 1
+    num_minibatches: int = 1
+    memory_fraction: float = 0.4
+    max_num_seqs: int = 512
+    kv_cache_tokens: int = 0
+    page_size: int = 64
+    decode_window: int = 8
+    prefill_tokens: int = 8192
+    keep_snapshot: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "prompts", "samples", "prompt_length", "new_tokens", "max_tokens_per_microbatch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: give at least 1")
+        for name in ("num_iterations", "num_minibatches", "max_num_seqs", "page_size", "decode_window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"--memory_fraction {self.memory_fraction} must be in (0, 1]")
+        if not 0 <= self.mean_new_tokens <= self.new_tokens:
+            raise ValueError(
+                f"--mean_new_tokens {self.mean_new_tokens} exceeds --new_tokens {self.new_tokens}, or is < 0"
+            )
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"--precision {self.precision!r}: estimates know {', '.join(PRECISIONS)}")
+        if self.longest > self.shape.max_positions:
+            raise ValueError(
+                f"{self.prompt_length} + {self.new_tokens} tokens exceed the context of {self.model}, "
+                f"{self.shape.max_positions}: lower --prompt_length or --new_tokens"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_length + self.new_tokens
+
+    @property
+    def mean_new(self) -> int:
+        """Tokens that a completion has on average."""
+        return self.mean_new_tokens or self.new_tokens
+
+    @property
+    def own_prompts(self) -> int:
+        """Prompts per GPU."""
+        return -(-self.prompts // self.gpus)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per GPU."""
+        return self.own_prompts * self.samples
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a master weight, of its gradient, and of each of AdamW's two moments."""
+        return 4 if self.precision == "bf16-mixed" else 2
+
+    @property
+    def guided_sites(self) -> dict[Key, SiteShape]:
+        """What the record covers: the pairs that `LocalEngine` finds in a model of this shape."""
+        shape, recipe, layers = self.shape, self.recipe, self.shape.layers
+        attended = shape.heads * shape.head_dim
+        widths = {"attn_in": shape.hidden, "o_in": attended, "mlp_in": shape.hidden, "down_in": shape.intermediate}
+        covered = set(recipe.guided_layers(layers)) & set(recipe.quantized_layers(layers))
+        found: dict[Key, SiteShape] = {}
+        for layer in sorted(covered):
+            for site in (site for site in SITES if site in recipe.guided_sites):
+                fmt = get_format(recipe.site_format(site), four_over_six=recipe.four_over_six)
+                assert fmt is not None, "the recipe refuses to guide what is not FP4"
+                heads = shape.kv_heads if site in ("k", "v") else None
+                found[layer, site] = SiteShape(fmt, widths.get(site, shape.head_dim), heads)
+        return found
