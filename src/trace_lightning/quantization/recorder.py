@@ -150,11 +150,17 @@ class Rows:
 class SiteViews:
     """Where the kernels of one pass write: rows of a record, and of full codes where rows are audited."""
 
-    def __init__(self, sites: dict[Key, SiteShape], config: GuidanceConfig, data: Tensor, codes: Tensor | None) -> None:
-        self.sites, self.mode, self.data, self.codes = sites, config.mode, data, codes
-        # Kernels write whole scale bytes; their parity is taken when the rows are stored.
-        self.layout = RowLayout.of_record(sites, mode=config.mode, scales="whole")
-        self.code_layout = RowLayout.of_codes(sites)
+    def __init__(
+        self,
+        sites: dict[Key, SiteShape],
+        mode: str,
+        layout: RowLayout,
+        code_layout: RowLayout,
+        data: Tensor,
+        codes: Tensor | None,
+    ) -> None:
+        self.sites, self.mode, self.data, self.codes = sites, mode, data, codes
+        self.layout, self.code_layout = layout, code_layout
 
     def wants(self, layer: int, site: str) -> bool:
         return (layer, site) in self.sites
@@ -196,8 +202,8 @@ class StepRecorder(SiteViews):
     def __init__(
         self, sites: dict[Key, SiteShape], config: GuidanceConfig, *, rows: int, window: int, device: torch.device
     ) -> None:
-        super().__init__(sites, config, torch.empty(0), None)
-        self.data = self.layout.empty(rows, device)
+        layout = RowLayout.of_record(sites, mode=config.mode, scales="whole")
+        super().__init__(sites, config.mode, layout, RowLayout.of_codes(sites), layout.empty(rows, device), None)
         self.ring = self.data.new_empty(window, *self.data.shape)
         self.code_ring: Tensor | None = None
         if config.audit_sequences and config.mode != "full":
@@ -243,6 +249,9 @@ class GuidanceRecorder:
         self.kv_sites = {key: site for key, site in sites.items() if site.heads is not None}
         self._layout = RowLayout.of_record(self.sites, mode=config.mode, scales=config.scales)
         self._kv_layout = RowLayout.of_record(self.kv_sites, mode=config.mode, scales=config.scales)
+        # Kernels write whole scale bytes; their parity is taken when the rows are stored.
+        self._whole = RowLayout.of_record(self.sites, mode=config.mode, scales="whole")
+        self._codes, self._kv_codes = RowLayout.of_codes(self.sites), RowLayout.of_codes(self.kv_sites)
         self._reset()
 
     def _reset(self) -> None:
@@ -251,7 +260,7 @@ class GuidanceRecorder:
         self._kv_rows: list[Tensor] = []
         self._audits: list[Tensor] = []
         self._kv_audits: list[tuple[Tensor, Tensor]] = []
-        self._audit_of_row: list[Tensor] = []
+        self._entries = Rows(8, torch.device("cpu"), self.expected_rows)  # per row an int64: its audit entry or -1
         self._kv_outer: dict[Key, Tensor | None] = {}
         self._num_rows = self._num_audited = 0
         self._current: SiteViews | None = None
@@ -274,20 +283,24 @@ class GuidanceRecorder:
         entries = torch.full((count,), -1, dtype=torch.int64)
         picked = audited_N.nonzero().squeeze(-1)
         entries[picked] = torch.arange(self._num_audited, self._num_audited + len(picked))
-        self._audit_of_row.append(entries)
+        self._entries.append(entries.unsqueeze(1).view(torch.uint8))
         self._num_rows += count
         self._num_audited += len(picked)
         self._picked = picked
         return rows
 
+    def _audit_entries(self) -> Tensor:
+        """int64 [rows]."""
+        return self._entries.finish().view(torch.int64).squeeze(1)
+
     def begin(self, audited_N: Tensor, device: torch.device) -> tuple[Tensor, SiteViews]:
         """Announce a pass over N tokens; returns their row numbers and where to write. `end` must follow it."""
         rows = self.number(audited_N)
-        whole = RowLayout.of_record(self.sites, mode=self.config.mode, scales="whole")
         codes = None
         if len(self._picked) and self.config.mode != "full":  # type: ignore[arg-type]
-            codes = RowLayout.of_codes(self.sites).empty(len(rows), device)
-        self._current = SiteViews(self.sites, self.config, whole.empty(len(rows), device), codes)
+            codes = self._codes.empty(len(rows), device)
+        data = self._whole.empty(len(rows), device)
+        self._current = SiteViews(self.sites, self.config.mode, self._whole, self._codes, data, codes)
         return rows, self._current
 
     def end(self) -> None:
@@ -307,23 +320,23 @@ class GuidanceRecorder:
     def _add(self, data: Tensor, codes: Tensor | None) -> None:
         picked = self._picked
         assert picked is not None
-        whole = RowLayout.of_record(self.sites, mode=self.config.mode, scales="whole")
         if len(picked):
             index = picked.to(data.device)
-            self._audits.append(self._codes_of(data[index], whole) if codes is None else codes[index])
+            self._audits.append(self._codes_of(data[index]) if codes is None else codes[index])
         if self.config.scales == "parity":
-            data = self._with_scale_parity(data, whole)
+            data = self._with_scale_parity(data)
         self._data.append(data)
 
-    def _codes_of(self, data: Tensor, layout: RowLayout) -> Tensor:
+    def _codes_of(self, data: Tensor) -> Tensor:
         """Full codes out of rows that hold them, arranged as audited rows are."""
-        target = RowLayout.of_codes(self.sites)
+        target = self._codes
         codes = target.empty(len(data), data.device)
         for key in self.sites:
-            target.view(codes, key, "codes").copy_(layout.view(data, key, "codes"))  # type: ignore[union-attr, arg-type]
+            target.view(codes, key, "codes").copy_(self._whole.view(data, key, "codes"))  # type: ignore[union-attr, arg-type]
         return codes
 
-    def _with_scale_parity(self, data: Tensor, whole: RowLayout) -> Tensor:
+    def _with_scale_parity(self, data: Tensor) -> Tensor:
+        whole = self._whole
         packed = self._layout.empty(len(data), data.device)
         for key in self.sites:
             scale = whole.view(data, key, "scale")
@@ -338,9 +351,9 @@ class GuidanceRecorder:
     def add_kv(self, rows: Tensor, read: Callable[[Key], PackedKV], device: torch.device) -> None:
         """Store what the pages hold for the tokens `rows`; `read` gives what they hold of one k or v."""
         data = self._kv_layout.empty(len(rows), device)
-        entries = torch.cat(self._audit_of_row)[rows]
+        entries = self._audit_entries()[rows]
         picked = (entries >= 0).nonzero().squeeze(-1)
-        audits = RowLayout.of_codes(self.kv_sites)
+        audits = self._kv_codes
         audited = audits.empty(len(picked), device)
         for key in self.kv_sites:
             kv = read(key)
@@ -361,22 +374,27 @@ class GuidanceRecorder:
         tables: dict[Key, SiteTable] = {}
         if self.sites:
             audits = torch.cat(self._audits) if self._audits else None
-            tables |= self._tables(self.sites, self._layout, self._data.finish(), audits)
+            tables |= self._tables(self.sites, self._layout, self._codes, self._data.finish(), audits)
         if self.kv_sites:
             data = _scattered(torch.cat(self._kv_rows), self._kv.finish(), self._num_rows)
             audits = None
             if self._kv_audits:
                 index = torch.cat([entries for entries, _ in self._kv_audits])
                 audits = _scattered(index, torch.cat([part for _, part in self._kv_audits]), self._num_audited)
-            tables |= self._tables(self.kv_sites, self._kv_layout, data, audits)
-        audit_of_row = torch.cat(self._audit_of_row)
+            tables |= self._tables(self.kv_sites, self._kv_layout, self._kv_codes, data, audits)
+        audit_of_row = self._audit_entries()
         self._reset()
         return GuidanceRecord(self.config, tables, audit_of_row, policy_version)
 
     def _tables(
-        self, sites: dict[Key, SiteShape], layout: RowLayout, data: Tensor, audits: Tensor | None
+        self,
+        sites: dict[Key, SiteShape],
+        layout: RowLayout,
+        code_layout: RowLayout,
+        data: Tensor,
+        audits: Tensor | None,
     ) -> dict[Key, SiteTable]:
-        code_layout, tables = RowLayout.of_codes(sites), {}
+        tables: dict[Key, SiteTable] = {}
         for key, site in sites.items():
             scale, codes = layout.view(data, key, "scale"), layout.view(data, key, "codes")
             assert scale is not None
