@@ -22,6 +22,8 @@ What was left out: partial rotary embeddings (cos narrower than D), which no fam
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -47,12 +49,16 @@ def _rope(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
     return x_NHD * cos_ND.unsqueeze(1) + rotated * sin_ND.unsqueeze(1)
 
 
-def _rotate(x_NHD: Tensor) -> Tensor:
-    index = torch.arange(ROTATION_BLOCK, device=x_NHD.device)
+def rotate(x: Tensor) -> Tensor:
+    """Multiply each block of 16 along the last dim by the orthonormal Hadamard matrix (FP32 inside).
+
+    Applied to Q and K alike it leaves scores unchanged and spreads the outlier channels of K over their block.
+    """
+    index = torch.arange(ROTATION_BLOCK, device=x.device)
     both = index[:, None] & index
     odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3)) & 1
     hadamard = 0.25 - 0.5 * odd.float()
-    return (x_NHD.float().unflatten(-1, (-1, ROTATION_BLOCK)) @ hadamard).flatten(-2).to(x_NHD.dtype)
+    return (x.float().unflatten(-1, (-1, ROTATION_BLOCK)) @ hadamard).flatten(-2).to(x.dtype)
 
 
 def _store(pages: KVPages, slots_N: Tensor, x_NHD: Tensor) -> None:
@@ -94,7 +100,7 @@ def kv_append_reference(
     k = k if k_gain is None else _rms_norm(k, k_gain, eps)
     q, k = _rope(q, cos, sin), _rope(k, cos, sin)
     if rotated:
-        q, k = _rotate(q), _rotate(k)
+        q, k = rotate(q), rotate(k)
     block_format, active = get_format(fmt, four_over_six=four_over_six), slots >= 0
     _store(KVPages(block_format, k_data, k_scale, k_outer, head_dim), slots[active], k[active])
     _store(KVPages(block_format, v_data, v_scale, v_outer, head_dim), slots[active], v[active])
@@ -302,26 +308,8 @@ _kv_append.register_kernel("cuda")(kv_append_triton)
 
 
 @_kv_append.register_fake
-def _(
-    parts: Tensor,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_data: Tensor,
-    k_scale: Tensor | None,
-    k_outer: Tensor | None,
-    v_data: Tensor,
-    v_scale: Tensor | None,
-    v_outer: Tensor | None,
-    num_heads: int,
-    dtype: torch.dtype,
-    rotated: bool,
-    fmt: str,
-    four_over_six: bool,
-) -> Tensor:
+def _(parts: Tensor, q_gain: Tensor | None, k_gain: Any, eps: Any, cos: Tensor, *rest: Any) -> Tensor:
+    *_, num_heads, dtype, _rotated, _fmt, _four = rest
     return _empty_queries(parts, q_gain, cos, num_heads, dtype)
 
 

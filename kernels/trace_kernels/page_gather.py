@@ -15,6 +15,8 @@ What was left out: handing codes to a prefill attention of our own. Prefill is b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -159,18 +161,8 @@ _GATHER.register_kernel("cpu", gather_pages_reference)
 
 
 @_GATHER.register_fake
-def _(
-    data: Tensor,
-    scale: Tensor | None,
-    outer: Tensor | None,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    starts: Tensor,
-    total: int,
-    head_dim: int,
-    fmt: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _(data: Tensor, *rest: Any) -> Tensor:
+    *_, total, head_dim, _fmt, dtype = rest
     return data.new_empty(total, data.shape[1], head_dim, dtype=dtype)
 
 

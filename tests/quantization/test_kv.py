@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tiny import make_model
 from trace_kernels import NVFP4, get_format
+from trace_kernels.kv_append import rotate
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.policy import final_hidden
-from trace_lightning.quantization.kv import FALLBACK_OUTER, KVWeights, kv_outer_scales, rotate
+from trace_lightning.quantization.kv import FALLBACK_OUTER, KVWeights, kv_outer_scales
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import NearestRounding
 from trace_lightning.types import QuantRecipe

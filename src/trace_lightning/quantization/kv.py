@@ -12,33 +12,16 @@ What was left out: running maxima of K and V, which would have to be sent to the
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from trace_kernels import BlockFormat
+from trace_kernels.kv_append import ROTATION_BLOCK
 
-ROTATION_BLOCK = 16
 FALLBACK_OUTER = 2.0**-3  # for attention modules that we cannot read: blocks from .012 to 336 are represented
 _HEADROOM = 1.25  # inputs rounded to FP4 can be a little longer than the bound
-
-
-@functools.cache
-def _hadamard(device: torch.device) -> Tensor:
-    h = torch.ones(1, 1)
-    while h.shape[0] < ROTATION_BLOCK:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
-    return (h / ROTATION_BLOCK**0.5).to(device)
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Multiply each block of 16 along the head dim by the orthonormal Hadamard matrix (FP32 inside).
-
-    Applied to Q and K alike it leaves scores unchanged and spreads the outlier channels of K over their block.
-    """
-    return (x.float().unflatten(-1, (-1, ROTATION_BLOCK)) @ _hadamard(x.device)).flatten(-2).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from trace_kernels import BlockFormat, Quantized, pack_codes, unpack_codes
+from trace_kernels import BlockFormat, Quantized, unpack_codes
+from trace_kernels.block_quantize import quantize_rows, requantize_
 
 aten = torch.ops.aten
 
@@ -88,15 +89,11 @@ class PackedFP4Tensor(TorchAOBaseTensor):
         """
         if weight.ndim != 2 or not weight.is_floating_point():
             raise ValueError(f"expected a 2-D floating point weight, got {weight.dtype} {tuple(weight.shape)}")
-        q = cls._quantize(cls.block_format(four_over_six), weight.detach(), outer_scale)
-        assert q.scale is not None
-        return cls(pack_codes(q.codes), q.scale, q.width, weight.dtype, four_over_six, False, q.outer)
-
-    @staticmethod
-    def _quantize(fmt: BlockFormat, weight: Tensor, outer: Tensor | None) -> Quantized:
-        if outer is None:
-            outer = fmt.outer_from_amax(weight.abs().amax().float().reshape(1, 1))
-        return fmt.quantize(weight, outer)
+        fmt, weight = cls.block_format(four_over_six), weight.detach()
+        if outer_scale is None:
+            outer_scale = fmt.outer_from_amax(weight.abs().amax().float().reshape(1, 1))
+        rows = quantize_rows(weight, fmt, outer_scale)
+        return cls(rows.qdata, rows.scale, weight.shape[1], weight.dtype, four_over_six, False, rows.outer)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape, device = tuple(self.shape), self.qdata.device
@@ -167,7 +164,9 @@ def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> PackedFP4Tensor:
             f"this {cls.__name__} is a slice and shares its outer scale with the rest: copy into the whole tensor"
         )
     if not isinstance(source, cls):
-        source = cls.from_hp(source.to(self.device), four_over_six=self.four_over_six)
+        packed = (self.qdata, self.scale, self.outer_scale)
+        requantize_([source.to(self.qdata.device)], *packed, None, self.format.name, self.four_over_six)
+        return self  # type: ignore[no-any-return]
     for name, tensor in source.packed_tensors().items():
         getattr(self, name).copy_(tensor)
     return self  # type: ignore[no-any-return]

@@ -29,8 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trace_kernels import BlockFormat, get_format, straight_through
 from trace_kernels.compensation import compensated
+from trace_kernels.kv_append import rotate
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
-from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
+from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
 from trace_lightning.types import QuantRecipe
 

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from trace_kernels import BlockFormat, get_format
 from trace_kernels.compensation import compensated
+from trace_kernels.kv_append import rotate
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.policy import logits_head
-from trace_lightning.quantization.kv import KVWeights, kv_outer_scales, rotate
+from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
 from trace_lightning.rollout.batch import ForwardBatch
