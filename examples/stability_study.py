@@ -1,17 +1,20 @@
-"""Which trainer learns from FP4 rollouts? Eight arms on one task, each a `trace-fit` run of its own, in one table.
+"""Which trainer learns from FP4 rollouts? Several arms on one task, each a `trace-fit` run of its own, in one table.
 
-Every arm is configs/grpo_fp4.yaml with the switches of `ARMS`, so they differ in nothing else. All run in bf16-mixed,
-on a CPU as well: in FP32 both sides would compute alike there, and a study of their differences would find none. Runs
-that are finished are not repeated: a study that was interrupted, or that got more arms or seeds, goes on. `--hard`
-takes four optimizer steps per rollout at the same learning rate: the trainer's weights leave the rollout's.
+Every arm is one config with the switches of `ARMS`, so they differ in nothing else. All run in bf16-mixed, on a CPU as
+well: in FP32 both sides would compute alike there, and a study of their differences would find none. Runs that are
+finished are not repeated: a study that was interrupted, or that got more arms or seeds, goes on. `--hard` takes four
+optimizer steps per rollout at the same learning rate: the trainer's weights leave the rollout's.
 
     OUT/<arm>_seed<n>/version_0/    what trace-fit leaves: summary.json, metrics.csv, curves.png, ...
     OUT/<arm>_seed<n>.log           its console
     OUT/stability.json, .png, .md   numbers of every rollout, the plot and the table   (with --hard: <name>_hard)
 
-What was left out: runs side by side. They would share cores, and reward over seconds would say nothing.
+What was left out: runs side by side. They would share cores, and reward over seconds would say nothing. Who wants
+them all the same starts the script once per arm and once more, with all of them, for the table.
 
     OMP_NUM_THREADS=1 python examples/stability_study.py --out runs/stability          about 1.5 minutes a run
+    python examples/stability_study.py --config configs/grpo_fp4_progressions.yaml --steps 200 --seeds 0 --arms bf16 \
+        naive naive_tis qat trace naive_w4a16 trace_w4a16 --out runs/progressions      GPU, a few minutes a run
 """
 
 import argparse
@@ -29,6 +32,7 @@ from matplotlib.figure import Figure
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo_fp4.yaml"
 NOT_GUIDED = ["--recipe.guidance.mode=none"]
+W4A16 = "--recipe.activations=none"
 SIX = "--recipe.guidance.sites=[attn_in,o_in,mlp_in,down_in,k,v]"
 NAIVE = [*NOT_GUIDED, "--recipe.trainer=bf16"]
 QUADS = [*NOT_GUIDED, "--recipe.trainer=qat_weights", "--recipe.residual_share=0.5"]
@@ -45,8 +49,11 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     "trace_half": ("TRACE, six sites of the last half, TIS", ["--recipe.guidance.layers=last_half", SIX]),
     "trace": ("TRACE as shipped, TIS", []),
     "trace_six": ("TRACE, six sites of all layers, TIS", [SIX]),
+    "naive_w4a16": ("W4A16KV4 rollout, trainer not quantised, TIS", [*NAIVE, W4A16]),
+    "qat_w4a16": ("W4A16KV4, symmetric QAT, TIS", [*NOT_GUIDED, W4A16]),
+    "trace_w4a16": ("W4A16KV4, TRACE as shipped, TIS", [W4A16]),
 }
-DEFAULT_ARMS = [arm for arm in ARMS if arm != "quads_kv4"]
+DEFAULT_ARMS = ["bf16", "naive", "naive_tis", "qat", "quads", "trace_half", "trace", "trace_six"]
 HARD = ["--model.num_minibatches=4"]
 CURVES = {
     "reward": "reward",
@@ -69,20 +76,25 @@ def run_name(args: argparse.Namespace, arm: str, seed: int) -> str:
     return f"{arm}_seed{seed}{'_hard' if args.hard else ''}"
 
 
-def finished(args: argparse.Namespace, arm: str, seed: int) -> Path | None:
-    """The folder of a finished run of as many rollouts, if there is one."""
-    for path in sorted(args.out.glob(f"{run_name(args, arm, seed)}/version_*/summary.json")):
-        summary = json.loads(path.read_text())
-        if summary["status"] == "finished" and summary["rollouts"] == args.steps:
-            return path.parent
-    return None
+def runs(args: argparse.Namespace, arm: str, seed: int) -> list[tuple[Path, dict[str, Any]]]:
+    """Folder and summary of the runs there are of an arm, those with most rollouts first."""
+    paths = args.out.glob(f"{run_name(args, arm, seed)}/version_*/summary.json")
+    found = [(path.parent, json.loads(path.read_text())) for path in sorted(paths)]
+    return sorted(found, key=lambda run: -run[1]["rollouts"])
+
+
+def finished(args: argparse.Namespace, arm: str, seed: int) -> bool:
+    """Whether there is a finished run of as many rollouts."""
+    return any(
+        summary["status"] == "finished" and summary["rollouts"] == args.steps for _, summary in runs(args, arm, seed)
+    )
 
 
 def run_arm(args: argparse.Namespace, arm: str, seed: int) -> None:
     """One `trace-fit fit` in a process of its own; its console goes into a file."""
     optimizer_steps = args.steps * (4 if args.hard else 1)
     command = [
-        *(sys.executable, "-m", "trace_lightning.cli", "fit", f"--config={CONFIG}", f"--seed_everything={seed}"),
+        *(sys.executable, "-m", "trace_lightning.cli", "fit", f"--config={args.config}", f"--seed_everything={seed}"),
         *(
             f"--runs_dir={args.out}",
             f"--run_name={run_name(args, arm, seed)}",
@@ -116,13 +128,11 @@ def _rounded(text: str | None) -> float | None:
 
 
 def collect(args: argparse.Namespace) -> Study:
-    """Everything measured by the finished runs."""
+    """Everything measured, by runs that were stopped as well: the table says how many rollouts each had."""
     study: Study = {}
     for arm in ARMS:
         for seed in args.seeds:
-            folder = finished(args, arm, seed)
-            if folder is not None:
-                summary = json.loads((folder / "summary.json").read_text())
+            for folder, summary in runs(args, arm, seed)[:1]:
                 study.setdefault(arm, {})[str(seed)] = {"summary": summary, "curves": read_curves(folder)}
     return study
 
@@ -144,17 +154,18 @@ def _cell(values: list[float | None], digits: int = 3) -> str:
 def table(study: Study) -> str:
     """Markdown: one row per arm, means over its seeds."""
     head = (
-        f"| arm | seeds | held-out, before → after | reward, last {LAST} | mean abs Δlogp, run | last {LAST} "
-        f"| max, run | codes after | entropy, last {LAST} | s / rollout |"
+        f"| arm | seeds | rollouts | held-out, before → after | reward, last {LAST} | mean abs Δlogp, run "
+        f"| last {LAST} | max, run | codes after | entropy, last {LAST} | s / rollout |"
     )
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
-    for arm, runs in study.items():
-        summaries, curves = zip(*((run["summary"], run["curves"]) for run in runs.values()), strict=True)
+    for arm, seeds in study.items():
+        summaries, curves = zip(*((run["summary"], run["curves"]) for run in seeds.values()), strict=True)
         before, after = ([s["heldout"][side] for s in summaries] for side in ("first", "last"))
         seconds = [_last(c["seconds"]) for c in curves]
         cells = [
             ARMS[arm][0],
-            str(len(runs)),
+            str(len(seeds)),
+            "/".join(str(summary["rollouts"]) for summary in summaries),
             f"{_cell(before[:1])} → {_cell(after)}",
             _cell([_last(c["reward"]) for c in curves]),
             _cell([s["divergence"]["mean_abs_dlogp"] for s in summaries], 4),
@@ -172,8 +183,8 @@ def plot(study: Study, path: Path) -> None:
     """Four metrics over steps (above) and over seconds (below); thin lines are seeds, thick ones their mean."""
     figure = Figure(figsize=(18, 8), dpi=100, layout="constrained")
     axes = figure.subplots(2, len(PANELS))
-    for color, (arm, runs) in enumerate(study.items()):
-        curves = [run["curves"] for run in runs.values()]
+    for color, (arm, seeds) in enumerate(study.items()):
+        curves = [run["curves"] for run in seeds.values()]
         for column, name in enumerate(PANELS):
             smooth = [_smooth(curve[name]) for curve in curves]
             times = [_cumulated(curve["seconds"]) for curve in curves]
@@ -214,7 +225,7 @@ def report(args: argparse.Namespace) -> str:
     """Write what is finished so far; returns the table."""
     study, name = collect(args), f"stability{'_hard' if args.hard else ''}"
     switches = {arm: [*(HARD if args.hard else []), *ARMS[arm][1], *args.extra] for arm in study}
-    content = {"config": CONFIG.name, "steps": args.steps, "hard": args.hard, "switches": switches, "arms": study}
+    content = {"config": args.config.name, "steps": args.steps, "hard": args.hard, "switches": switches, "arms": study}
     (args.out / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     plot(study, args.out / f"{name}.png")
     text = table(study)
@@ -224,6 +235,7 @@ def report(args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--steps", type=int, default=120, help="rollouts per run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
@@ -236,7 +248,7 @@ def main() -> None:
     os.nice(5)
     for seed in args.seeds:  # all arms of a seed first: an unfinished study can be compared
         for arm in args.arms:
-            if finished(args, arm, seed) is None:
+            if not finished(args, arm, seed):
                 print(f"{arm}, seed {seed}", flush=True)
                 run_arm(args, arm, seed)
                 report(args)
