@@ -28,6 +28,7 @@ ARGUMENTS = {
         *("--steps", "1", "--seeds", "0", "--arms", "trace_half", "--out", "."),
         *("--data.batch_size=2", "--data.heldout_size=4"),
     ],
+    "rounding_spread": ["--orders", "2", "--questions", "8", "--text", __file__, "--json", "spread.json"],
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
 }
 
@@ -68,7 +69,19 @@ def check_stability_study(folder: Path) -> None:
     assert len(list(folder.glob("*/version_*"))) == 1
 
 
-CHECKS = {"guidance_study": check_guidance_study, "stability_study": check_stability_study}
+def check_rounding_spread(folder: Path) -> None:
+    """Each order has a row of each rule, and the rules round differently."""
+    rows = json.loads((folder / "spread.json").read_text())["rows"]
+    assert len({(row["order"], row["arm"]) for row in rows}) == 2 * 5
+    assert len({row["kl"] for row in rows}) == 2 * 5
+    assert all(0 < row["right"] < 1 for row in rows)
+
+
+CHECKS = {
+    "rounding_spread": check_rounding_spread,
+    "guidance_study": check_guidance_study,
+    "stability_study": check_stability_study,
+}
 
 
 def test_no_example_is_forgotten():
@@ -110,6 +123,16 @@ def test_the_arms_of_the_stability_study_differ_in_the_recipe_and_each_is_valid(
     assert all(label.startswith("W4A16KV4/nvfp4") for label in weights_and_cache)
     assert sum("A4KV4/nvfp4" in label for label in labels.values()) == len(labels) - 2 - 3
     assert len({str(value) for value in recipes.values()}) == len(study.ARMS)
+
+
+def test_another_order_of_channels_is_another_rounding_of_the_same_function():
+    spread = load("rounding_spread.py")
+    model, text = "builtin:tiny-qwen3", torch.arange(4, 20).view(1, -1)
+    plain = spread.load_policy(model, QuantRecipe(), dtype=torch.float32)
+    before, embedding = spread.next_logprobs(plain, text), plain.get_input_embeddings().weight.clone()
+    spread.reorder(plain, 1)
+    assert not torch.equal(plain.get_input_embeddings().weight, embedding)
+    torch.testing.assert_close(spread.next_logprobs(plain, text), before, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("mode", ["full", "parity"])

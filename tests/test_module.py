@@ -138,6 +138,17 @@ def test_sums_of_a_step_are_left_for_whoever_sums_up_a_run():
     assert [row[0] for row in module.step_positions][3:] == [0] * 15  # none has an eighth
 
 
+def test_guidance_is_measured_in_every_optimizer_step_on_a_rollout():
+    """The weights are the rollout's in the first step and leave it: later passes over the same rollout count too."""
+    metrics = fit(make(num_iterations=3, learning_rate=2e-3), steps=3).callback_metrics
+    steps = [metrics[f"guidance/inner_step_{i}/code_mismatch_after"] for i in range(3)]
+    assert steps[0] == 0
+    assert min(steps[1:]) > 0
+    torch.testing.assert_close(metrics["guidance/code_mismatch_after"], sum(steps) / 3)
+    assert metrics["guidance/inner_step_2/d_act_rel_after"] > 0
+    assert "guidance/inner_step_0/code_mismatch_after" not in fit(make()).callback_metrics
+
+
 def test_guidance_that_stops_to_work_is_said_once(caplog):
     """One parity bit assumes weights near the rollout's; a second optimizer step at a high rate is far from them."""
     fit(make(num_minibatches=4, learning_rate=0.05), steps=8)

@@ -22,7 +22,13 @@ from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
 from trace_lightning.hparams import from_plain, to_plain
-from trace_lightning.metrics import DivergenceMetrics, PositionMetrics, argmax_agreement, audit_metrics
+from trace_lightning.metrics import (
+    DivergenceMetrics,
+    PositionMetrics,
+    argmax_agreement,
+    audit_metrics,
+    inner_step_metrics,
+)
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.guidance import Key, MismatchCounts
@@ -187,7 +193,7 @@ class PolicyModule(pl.LightningModule):
         multi_step = self.num_iterations * self.num_minibatches > 1
         old = self._old_logprobs(batch) if multi_step else None
         self._collected: list[dict[str, SumCount]] = []
-        self._mismatch = MismatchCounts()
+        self._mismatch: list[MismatchCounts] = []  # one of each optimizer step
         self.divergence.reset()
         self.positions.reset()
         for iteration in range(self.num_iterations):
@@ -233,6 +239,7 @@ class PolicyModule(pl.LightningModule):
         assert batch.sampling is not None
         optimizer: Optimizer = self.optimizers()  # type: ignore[assignment]
         optimizer.zero_grad()
+        self._mismatch.append(MismatchCounts())
         counts = self._global_counts(batch.completion_mask_BT[indices], batch.sampling.max_new_tokens)
         qat: Any = self.policy.trace_qat
         with qat.cache_weights():
@@ -282,11 +289,11 @@ class PolicyModule(pl.LightningModule):
         # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
         metrics["loss"] = (outputs.loss.detach(), torch.zeros((), device=self.device))
         self._collected.append(metrics)
+        if micro.guidance is not None:
+            self._mismatch[-1].merge(micro.guidance.mismatch)
         if self._first_pass:
             for metric in (self.divergence, self.positions):
                 metric.update(old, micro.rollout_logprobs_BT, micro.mask_BT)
-            if micro.guidance is not None:
-                self._mismatch.merge(micro.guidance.mismatch)
             if scores.topk_logprobs_BTK is not None and self.num_minibatches == 1:  # else the weights may have moved
                 agreement = argmax_agreement(scores.topk_logprobs_BTK.detach(), micro.mask_BT)
                 metrics["sampling/argmax_agreement"] = agreement
@@ -315,9 +322,10 @@ class PolicyModule(pl.LightningModule):
         if batch.guidance is None:
             return {}
         keys = sorted(batch.guidance.tables)  # the same on every rank, whichever of them audited something
-        sums = self.trainer.strategy.reduce(self._mismatch.stack(keys, self.device), reduce_op="sum")
-        self.step_audit = dict(zip(keys, sums.tolist(), strict=True))
-        values = audit_metrics(self.step_audit)
+        own = torch.stack([mismatch.stack(keys, self.device) for mismatch in self._mismatch])
+        sums = self.trainer.strategy.reduce(own, reduce_op="sum")
+        self.step_audit = dict(zip(keys, sums.sum(0).tolist(), strict=True))
+        values = audit_metrics(self.step_audit) | inner_step_metrics(sums.sum(1).tolist())
         self._watch_guidance(values.get("guidance/code_mismatch_after", 0.0))
         values["guidance/bytes_per_token"] = batch.guidance.bytes_per_token
         if "guidance_seconds" in batch.stats and batch.seconds.get("rollout"):

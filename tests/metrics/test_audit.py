@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trace_lightning.metrics.audit import audit_metrics, audit_values, layer_rows, site_means
+from trace_lightning.metrics.audit import audit_metrics, audit_values, inner_step_metrics, layer_rows, site_means
 
 #          elements before by_one after by_one tokens gaps: before nearest after rollout
 FIRST = [100.0, 20.0, 15.0, 2.0, 1.0, 4.0, 16.0, 9.0, 1.0, 100.0]
@@ -65,3 +65,15 @@ def test_rows_are_in_order_of_layers_and_sites() -> None:
     ]
     assert rows[0]["d_act_rel_nearest"] == pytest.approx(0.1)
     assert "d_act_rel_nearest" not in rows[1]
+
+
+def test_inner_steps_are_told_apart_where_there_are_several() -> None:
+    assert inner_step_metrics([FIRST]) == {}
+    assert inner_step_metrics([FIRST, [0.0] * 10, SECOND]) == pytest.approx(
+        {
+            "guidance/inner_step_0/code_mismatch_after": 0.02,
+            "guidance/inner_step_0/d_act_rel_after": 0.1,
+            "guidance/inner_step_2/code_mismatch_after": 0.0,
+            "guidance/inner_step_2/d_act_rel_after": 0.0,
+        }
+    )

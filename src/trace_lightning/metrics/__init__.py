@@ -1,6 +1,6 @@
 """Metrics: pure functions over masked sums, and torchmetrics classes that merge them over batches and ranks."""
 
-from trace_lightning.metrics.audit import audit_metrics, audit_values, layer_rows, site_means
+from trace_lightning.metrics.audit import audit_metrics, audit_values, inner_step_metrics, layer_rows, site_means
 from trace_lightning.metrics.completions import CompletionMetrics
 from trace_lightning.metrics.divergence import DivergenceMetrics
 from trace_lightning.metrics.functional import argmax_agreement, divergence_metrics, divergence_sums
@@ -20,6 +20,7 @@ __all__ = [
     "audit_values",
     "divergence_metrics",
     "divergence_sums",
+    "inner_step_metrics",
     "layer_rows",
     "position_curve",
     "position_slope",

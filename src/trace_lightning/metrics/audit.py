@@ -74,6 +74,22 @@ def audit_metrics(table: AuditTable) -> dict[str, float]:
     return result
 
 
+def inner_step_metrics(steps: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How guidance holds while the weights leave the rollout's: one entry per optimizer step on the same rollout.
+
+    * `guidance/inner_step_<i>/{code_mismatch_after,d_act_rel_after}`: over all audited sites, i from 0
+
+    Args:
+        steps: `AUDIT_SUMS` of all sites together, one entry per optimizer step. A single step has nothing to add to
+            `audit_metrics`, and gives nothing.
+    """
+    if len(steps) < 2:
+        return {}
+    values = {f"inner_step_{i}": audit_values(sums) for i, sums in enumerate(steps)}
+    names = ("code_mismatch_after", "d_act_rel_after")
+    return {f"guidance/{step}/{name}": of[name] for step, of in values.items() for name in names if name in of}
+
+
 def layer_rows(table: AuditTable) -> list[dict[str, float | int | str]]:
     """One row per audited (layer, site), layers ascending: `layer`, `site`, `codes` compared and its `audit_values`."""
     order = sorted(table, key=lambda key: (key[0], SITES.index(key[1])))

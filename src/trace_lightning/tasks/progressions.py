@@ -73,7 +73,7 @@ class ArithmeticProgressions(Task):
             )
         pairs = [(a, k) for a in range(1, largest_start + 1) for k in range(2, largest_step + 1) if (a, k) != _EXAMPLE]
         problems = [self._problem(start, step, terms) for start, step in pairs]
-        self._train, self._heldout = split_by_question(problems, heldout_size, key=lambda problem: problem.prompt)
+        self._train, self._heldout = split_by_question(problems, heldout_size, key=lambda problem: str(problem.prompt))
         self._train.append(self._problem(*_EXAMPLE, terms))
 
     @staticmethod
