@@ -77,7 +77,10 @@ GOALS = (
     Goal("prefill of 64 prompts x 2k, 8B, worst of all formats", r"qwen3-8b .* prefill's rate", ENGINE, 0.45, 0.65),
     Goal("W4A16KV4 engine against transformers generate in BF16, 1.7B, 256 prompts x 256, 128 new tokens",
          "qwen3-1.7b w4a16kv4 generate, against transformers generate", ENGINE, 8, 15),
-    *(Goal(f"sequences of 8k that fit, 8B, {f}", f"qwen3-8b {f} 64x8192 fit", ENGINE) for f in ("bf16", "w4a16kv4")),
+    *(Goal(f"sequences of 8k that fit, {size.upper()}, {f}", f"qwen3-{size} {f} 64x8192 fit", ENGINE)
+      for size in ("1.7b", "8b") for f in ("bf16", "w4a16kv4")),
+    *(Goal(f"{f} engine, {size.upper()}, 64 x 8k", f"qwen3-{size} {f} 64x8192 decode", ENGINE)
+      for size in ("1.7b", "8b") for f in ("bf16", "w4a16kv4")),
 )  # fmt: skip
 
 
