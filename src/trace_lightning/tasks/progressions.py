@@ -58,7 +58,7 @@ class ArithmeticProgressions(Task):
     """
 
     def __init__(
-        self, terms: int = 32, largest_start: int = 50, largest_step: int = 12, heldout_size: int = 64
+        self, terms: int = 24, largest_start: int = 50, largest_step: int = 12, heldout_size: int = 64
     ) -> None:
         questions = largest_start * (largest_step - 1)
         if terms < 1 or largest_start < _EXAMPLE[0] or largest_step < _EXAMPLE[1]:
