@@ -1,6 +1,6 @@
 """The shape of the code, held by reading it: which part may import which, and how long files and functions get.
 
-    cli > callbacks, module, data, bench, estimate > rollout, metrics, probe, export > rl, tasks, quantization, models
+    cli > callbacks, module, data, bench, estimate, probe > rollout, metrics, export > rl, tasks, quantization, models
         > types, hparams > trace_kernels
 
 Imports go down or stay within a layer, and never in a circle. Imports under `TYPE_CHECKING` do not run and are exempt;
@@ -22,8 +22,8 @@ LAYERS = (
     {"trace_kernels"},
     {"types", "hparams", "quiet", "suggestions", "version"},
     {"rl", "tasks", "quantization", "models"},
-    {"rollout", "metrics", "probe", "export"},
-    {"callbacks", "module", "data", "bench", "estimate"},
+    {"rollout", "metrics", "export"},
+    {"callbacks", "module", "data", "bench", "estimate", "probe"},
     {"cli"},
     {"__init__", "__main__"},
 )

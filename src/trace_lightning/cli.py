@@ -5,6 +5,7 @@
     trace-fit prepare smollm2
     trace-fit bench --shape qwen3-8b --batch 64 --context 8192
     trace-fit estimate --shape qwen3-8b --card h100
+    trace-fit probe --config configs/grpo_fp4.yaml
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
 below before the parser is built is what makes their short names (`GRPO`, `TIS`, `LocalEngine`, ...) resolve.
@@ -198,6 +199,8 @@ def main() -> None:
             _bench(sys.argv[2:])
         elif sys.argv[1:2] == ["estimate"]:
             _estimate(sys.argv[2:])
+        elif sys.argv[1:2] == ["probe"]:
+            sys.exit(_probe(sys.argv[2:]))
         else:
             TraceCLI()
     except (ValueError, ImportError) as error:
@@ -255,6 +258,13 @@ def _estimate(arguments: list[str]) -> None:
     from trace_lightning.estimate.command import main as estimate
 
     estimate(arguments)
+
+
+def _probe(arguments: list[str]) -> int:
+    from trace_lightning.probe.command import main as probe
+
+    quiet_runtime()
+    return probe(arguments)
 
 
 if __name__ == "__main__":

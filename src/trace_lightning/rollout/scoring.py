@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import final_hidden, logits_head
-from trace_lightning.quantization.rounding import GuidedRounding
+from trace_lightning.quantization.rounding import GuidedRounding, Rounding
 from trace_lightning.rl.logprobs import token_and_topk_logprobs
 from trace_lightning.rollout.microbatch import MicroBatch
 
@@ -33,12 +33,16 @@ def score(policy: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> 
     return scores.logprobs_BT, scores.entropy_BT
 
 
-def score_all(policy: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> Scores:
+def score_all(
+    policy: PreTrainedModel, micro: MicroBatch, *, temperature: float, rounding: Rounding | None = None
+) -> Scores:
     """Everything that losses may ask of the policy about one micro-batch.
 
     The last token of each sequence is never fed: nothing is predicted from it, and the rollout did not feed it either.
+    `rounding` None takes what training does: guided where there is a record, to nearest elsewhere.
     """
-    rounding = None if micro.guidance is None else GuidedRounding(micro.guidance)
+    if rounding is None and micro.guidance is not None:
+        rounding = GuidedRounding(micro.guidance)
     hidden_BTD = final_hidden(policy, micro.token_ids_BT[:, :-1], rounding)
     predicted_BT = micro.mask_BT[:, 1:]
     targets_N, topk_NK = micro.token_ids_BT[:, 1:][predicted_BT], micro.topk_ids_NK

@@ -1,0 +1,113 @@
+"""The tables of a probe as text cells, for the terminal and the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trace_lightning.probe.bands import BANDS, grades
+from trace_lightning.probe.outputs import interval, unlikely_share
+from trace_lightning.probe.run import ProbeResult
+
+Rows = list[list[str]]
+
+
+def headline(result: ProbeResult) -> str:
+    """The verdict in a line."""
+    return f"{result.verdict.decision.upper()}: {result.plan.target} on {result.plan.model}"
+
+
+def agreement_rows(result: ProbeResult) -> tuple[list[str], Rows, list[list[str]]]:
+    """Columns, cells and grades of the table of divergence metrics."""
+    columns, rows, marks = ["format, trainer", *(band.title for band in BANDS), "slope per doubling (95 %)"], [], []
+    for name, part in result.parts["divergence"].items():
+        for arm, row in part["arms"].items():
+            if arm == "full":
+                continue
+            grade, slope = grades(row["metrics"]), row["slope"]
+            ends = "" if slope is None else f"{slope['mean']:+.4f} ({slope['low']:+.4f} to {slope['high']:+.4f})"
+            rows.append([f"{name} {arm}", *(_number(row["metrics"].get(band.key)) for band in BANDS), ends])
+            marks.append(["", *(grade.get(band.key, "") for band in BANDS), ""])
+    return columns, rows, marks
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
+
+
+def _share(found: dict[str, float] | None) -> str:
+    return "" if found is None else f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def verdict_rows(result: ProbeResult) -> tuple[list[str], Rows]:
+    """Columns and cells of the verdicts, the target marked."""
+    rows = [
+        [f"{name} *" if name == result.plan.target else name, verdict.decision, verdict.reasons[0]]
+        for name, verdict in result.verdicts.items()
+    ]
+    return ["format", "verdict", "first reason"], rows
+
+
+def quality_rows(result: ProbeResult) -> tuple[list[str], Rows]:
+    """Columns and cells of what the answers look like."""
+    columns = [
+        "format",
+        "held-out reward (95 %)",
+        "mean tokens",
+        "cut",
+        "loops",
+        "broken text",
+        "unlikely windows",
+        "distinct 4-grams",
+    ]
+    reference, rows = result.parts["divergence"]["bf16"]["windows"], []
+    for name, part in result.parts["divergence"].items():
+        quality, long = result.parts.get("quality", {}).get(name), part["outputs"]
+        cells = ["", "", ""]
+        if quality is not None:
+            lengths, clipped = quality["outputs"]["lengths"], quality["outputs"]["clipped"]
+            cells = [_share(interval(quality["questions"])), f"{_mean(lengths):.1f}", f"{_mean(clipped):.1%}"]
+        unlikely = unlikely_share(part["windows"], reference)
+        odd = "" if unlikely is None else f"{unlikely:.1%}"
+        rows.append(
+            [
+                name,
+                *cells,
+                f"{_mean(long['repeats']):.0%}",
+                f"{_mean(long['broken']):.0%}",
+                odd,
+                f"{long['distinct_4grams']:.2f}",
+            ]
+        )
+    return columns, rows
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def speed_rows(result: ProbeResult) -> tuple[list[str], Rows]:
+    """Columns and cells of speed, memory and paths."""
+    columns = [
+        "format",
+        "decode tokens/s",
+        "roofline tokens/s",
+        "KB of K/V per token",
+        "fit",
+        "weights",
+        "activations",
+        "K/V",
+    ]
+    rows = []
+    for name, speed in result.speed.items():
+        bound, fit, cache = speed["roofline_tokens_per_s"], speed["fit"], speed.get("kv_bytes_per_token")
+        rows.append([
+            name,
+            f"{speed['decode_tokens_per_s']:.0f} ({speed['sequences']} sequences)",
+            "" if bound is None else f"{bound:.0f}",
+            "" if cache is None else f"{cache / 1024:.2f}",
+            "" if fit is None else f"{fit['sequences']} of {fit['context']} tokens",
+            *(speed["paths"][part] for part in ("weights", "activations", "kv_cache")),
+        ])  # fmt: skip
+    return columns, rows

@@ -1,0 +1,98 @@
+"""`report.html`: one file that opens offline. Styles and charts (SVG) are inside, nothing is loaded."""
+
+from __future__ import annotations
+
+import html
+
+from trace_lightning.probe import cells
+from trace_lightning.probe.bands import BANDS
+from trace_lightning.probe.cells import Rows
+from trace_lightning.probe.run import ProbeResult
+from trace_lightning.probe.verdict import GO, STAY
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#222}
+h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2.2em;border-bottom:1px solid #ddd}
+table{border-collapse:collapse;margin:.8em 0;font-size:13px}
+td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #eee}
+td:first-child,th:first-child,.text{text-align:left}td{white-space:nowrap}.text{white-space:normal}
+pre{background:#f6f6f6;padding:.8em;overflow:auto}svg{max-width:100%;height:auto}
+.verdict{padding:.8em 1em;border-left:8px solid;background:#f8f8f8;font-size:1.1em}.go{border-color:#009e73}
+.guided{border-color:#e69f00}.stay{border-color:#c00}.warn{background:#fff1cf}.stop{background:#ffd9d9}.note{color:#555;font-size:13px}
+"""
+
+
+def _html_table(columns: list[str], rows: Rows, marks: list[list[str]] | None = None) -> str:
+    kept = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    head = "".join(f'<th class="{_kind(columns[index])}">{html.escape(columns[index])}</th>' for index in kept)
+    body = []
+    for number, row in enumerate(rows):
+        classes = marks[number] if marks else [""] * len(columns)
+        row_cells = (f'<td class="{classes[i]} {_kind(columns[i])}">{html.escape(row[i])}</td>' for i in kept)
+        body.append(f"<tr>{''.join(row_cells)}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+
+
+def _kind(column: str) -> str:
+    return "text" if column in ("first reason", "published value", "verdict") else ""
+
+
+def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
+    """The HTML report; `pictures` are SVG elements by chart."""
+    verdict = result.verdict
+    kind = {GO: "go", STAY: "stay"}.get(verdict.decision, "guided")
+    reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in verdict.reasons)
+    findings = "".join(
+        f'<li class="{finding.severity}"><b>{finding.code}</b>: {html.escape(finding.text)}'
+        + (f"<br><i>{html.escape(finding.way_out)}</i>" if finding.way_out else "")
+        + "</li>"
+        for finding in verdict.findings
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in result.machine["versions"].items())
+    bands = [[band.title, _bound(band.warn), _bound(band.stop), band.source] for band in BANDS]
+    sections = [
+        f"<h1>trace-fit probe: {html.escape(result.plan.model)}</h1>",
+        f'<div class="verdict {kind}"><b>{html.escape(cells.headline(result))}</b><ul>{reasons}</ul></div>',
+        f"<p class=note>{html.escape(result.machine['device'])}; {html.escape(versions)}<br>"
+        f"<code>{html.escape(command)}</code></p>",
+        "<h2>Verdict of every format</h2>" + _html_table(*cells.verdict_rows(result)),
+        f"<h2>Findings about {html.escape(result.plan.target)}</h2><ul>{findings or '<li>none</li>'}</ul>",
+        f"<h2>Recipe to paste</h2><pre>{html.escape(result.recipe['yaml'])}</pre>{_recipe_note(result)}",
+        "<h2>Trainer against rollout</h2>"
+        "<p class=note>floor: BF16 on both sides. naive: the trainer does not round. qat: it rounds alike, on its own. "
+        "guided: steered by the rollout's record. Yellow is beyond the warning bound, red beyond the stop.</p>"
+        + _html_table(*cells.agreement_rows(result))
+        + pictures.get("agreement", "") + pictures.get("positions", "")
+        + "<h3>Where the bounds come from</h3>" + _html_table(["metric", "warn", "stop", "published value"], bands),
+    ]  # fmt: skip
+    if "same_tokens" in pictures:
+        sections.append(
+            "<h2>The format's own error, on the same tokens</h2><p class=note>Both sides are the trainer; no rollout "
+            "takes part. This is what the format changes, not what training corrects for.</p>"
+            + pictures["same_tokens"] + pictures.get("switches", "")
+        )  # fmt: skip
+    if "layers" in pictures:
+        sections.append("<h2>Layers</h2>" + pictures["layers"])
+    sections += [
+        "<h2>Answers</h2>" + _html_table(*cells.quality_rows(result)) + pictures.get("quality", ""),
+        "<h2>Speed and memory here</h2>"
+        + "".join(f"<p>{html.escape(text)}</p>" for text in result.machine["in_words"])
+        + _html_table(*cells.speed_rows(result)) + pictures.get("speed", ""),
+    ]  # fmt: skip
+    title = html.escape(cells.headline(result))
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en">{head}{"".join(sections)}</html>\n'
+
+
+def _bound(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def _recipe_note(result: ProbeResult) -> str:
+    measured = result.recipe["same_tokens_mean_abs_dlogp"]
+    if not measured:
+        return ""
+    return (
+        f"<p class=note>Measured on the bf16 trajectories: mean |Δ log p| to BF16 {measured['target']:.4f} as probed, "
+        f"{measured['recipe']:.4f} with this recipe.</p>"
+    )
