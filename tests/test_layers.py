@@ -1,7 +1,7 @@
 """The shape of the code, held by reading it: which part may import which, and how long files and functions get.
 
-    cli > callbacks, module, data, bench, estimate, probe > rollout, metrics, export > rl, tasks, quantization, models
-        > types, hparams > trace_kernels
+    cli > callbacks, module, data, bench, estimate, probe, env > rollout, metrics, export
+        > rl, tasks, quantization, models > types, hparams > trace_kernels
 
 Imports go down or stay within a layer, and never in a circle. Imports under `TYPE_CHECKING` do not run and are exempt;
 imports inside functions do run and count.
@@ -23,7 +23,7 @@ LAYERS = (
     {"types", "hparams", "quiet", "suggestions", "version"},
     {"rl", "tasks", "quantization", "models"},
     {"rollout", "metrics", "export"},
-    {"callbacks", "module", "data", "bench", "estimate", "probe"},
+    {"callbacks", "module", "data", "bench", "estimate", "probe", "env"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -1,7 +1,8 @@
 """The recipe to paste: the target's formats, with what the findings say should be kept out of FP4.
 
-Linears with outliers go to `exclude`, whole fused groups at a time. K channels that drown their block are spread by a
-rotation where that helps, which is measured, else the cache goes to FP8. Guidance is on unless it is not needed.
+Linears with outliers go to `exclude`, whole fused groups at a time. For K channels that drown their block a rotation
+and an FP8 cache are tried. Layers that cost most stay in BF16: by `bf16_layers` at an end of the stack, their linears
+by `exclude` elsewhere. What is tried is measured, and a larger change must pay. Guidance is on unless not needed.
 """
 
 from __future__ import annotations
@@ -14,34 +15,50 @@ from typing import Any
 
 import yaml
 
-from trace_lightning.probe.verdict import GO, LOCAL_ERROR, Finding
+from trace_lightning.probe.verdict import GO, WEIGHT_ERROR, Finding
 from trace_lightning.quantization.qat import QATState
 from trace_lightning.types import GuidanceConfig, QuantRecipe
 
 
-def excluded(qat: QATState, findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> list[str]:
+def excluded(qat: QATState, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Regular expressions for the linears whose weights have outliers."""
-    layers = {layer for finding in findings if finding.code == "weight_outliers" for layer in finding.layers}
     bad = {
         (row["layer"], name[2:])
         for row in rows
         for name, error in row["errors"].items()
-        if name.startswith("w:") and error > LOCAL_ERROR and row["layer"] in layers
+        if name.startswith("w:") and error > WEIGHT_ERROR
     }
     groups = [group for group in qat.layout.groups if (group.layer, group.site) in bad]
     return [f"^{re.escape(name)}$" for group in groups for name in group.names]
+
+
+def kept_layers(qat: QATState, layers: Sequence[int]) -> tuple[list[str], list[str]]:
+    """`bf16_layers` for sensitive layers at an end of the stack, `exclude` for the linears of those inside."""
+    count = len(qat.layout.layers)
+    first = next(n for n in range(count + 1) if n not in layers)
+    last = next(n for n in range(count + 1) if count - 1 - n not in layers)
+    ends = [f"{side}:{n}" for side, n in (("first", first), ("last", last)) if n]
+    inside = [layer for layer in layers if first <= layer < count - last]
+    groups = [group for group in qat.layout.groups if group.layer in inside]
+    return ends, [f"^{re.escape(name)}$" for group in groups for name in group.names]
 
 
 def suggest(
     recipe: QuantRecipe, qat: QATState, findings: Sequence[Finding], rows: Sequence[dict[str, Any]], head_dim: int
 ) -> list[QuantRecipe]:
     """Recipes to try, the least change first; empty if the findings ask for none."""
-    names = excluded(qat, findings, rows)
-    base = replace(recipe, exclude=[*recipe.exclude, *names])
-    if not any(finding.code == "k_channel" for finding in findings):
-        return [base] if names else []
-    tries = [replace(base, kv_rotation="hadamard")] if head_dim % 16 == 0 and recipe.kv_rotation == "none" else []
-    return [*tries, replace(base, kv_cache="fp8", kv_rotation="none")]
+    found = {finding.code: finding for finding in findings}
+    base = replace(recipe, exclude=[*recipe.exclude, *excluded(qat, rows)])
+    tries = [base] if base != recipe else []
+    if "k_channel" in found:
+        rotates = head_dim % 16 == 0 and recipe.kv_rotation == "none"
+        tries = [replace(base, kv_rotation="hadamard")] if rotates else []
+        tries.append(replace(base, kv_cache="fp8", kv_rotation="none"))
+    if "sensitive_layers" in found:
+        ends, names = kept_layers(qat, found["sensitive_layers"].layers)
+        kept = {"bf16_layers": recipe.bf16_layers or ends, "exclude": [*base.exclude, *names]}
+        tries += [replace(each, **kept) for each in tries or [base]]  # type: ignore[arg-type]
+    return tries
 
 
 def guided(recipe: QuantRecipe, decision: str) -> QuantRecipe:

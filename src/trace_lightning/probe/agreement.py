@@ -98,10 +98,10 @@ def off_grid(policy: PreTrainedModel, seed: int) -> PreTrainedModel:
     Weights and block scales of a BF16 checkpoint have few bits, so that some weights lie exactly between two FP4
     values. Any first step, however small, flips half of those at once: a jump that no later step makes.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(policy.device).manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
-            noise = torch.rand(parameter.shape, generator=generator).to(parameter.device)
+            noise = torch.rand(parameter.shape, generator=generator, device=parameter.device)
             parameter.mul_(1 + (noise - 0.5) * 2**-8)
     return policy
 

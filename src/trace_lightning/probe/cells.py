@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from trace_lightning.probe.bands import BANDS, grades
 from trace_lightning.probe.outputs import interval, unlikely_share
 from trace_lightning.probe.run import ProbeResult
+from trace_lightning.probe.study import K3, MAX, MEAN
 
 Rows = list[list[str]]
 
@@ -23,11 +25,27 @@ def agreement_rows(result: ProbeResult) -> tuple[list[str], Rows, list[list[str]
         for arm, row in part["arms"].items():
             if arm == "full":
                 continue
-            grade, slope = grades(row["metrics"]), row["slope"]
-            ends = "" if slope is None else f"{slope['mean']:+.4f} ({slope['low']:+.4f} to {slope['high']:+.4f})"
-            rows.append([f"{name} {arm}", *(_number(row["metrics"].get(band.key)) for band in BANDS), ends])
+            grade = grades(row["metrics"])
+            rows.append([f"{name} {arm}", *(_number(row["metrics"].get(band.key)) for band in BANDS), _slope(row)])
             marks.append(["", *(grade.get(band.key, "") for band in BANDS), ""])
     return columns, rows, marks
+
+
+def own_error_rows(result: ProbeResult) -> tuple[list[str], Rows]:
+    """Columns and cells of the formats' own errors on the same tokens, the target's parts below."""
+    named = dict(result.parts["same_tokens"])
+    for part, row in result.parts.get("switches", {}).get(result.plan.target, {}).items():
+        named[f"{result.plan.target}: {part} alone"] = row
+    rows = [
+        [name, _number(row["metrics"][MEAN]), _number(row["metrics"][MAX]), _number(row["metrics"][K3]), _slope(row)]
+        for name, row in named.items()
+    ]
+    return ["against BF16", "mean |Δ log p|", "max |Δ log p|", "k3 KL", "slope per doubling (95 %)"], rows
+
+
+def _slope(row: dict[str, Any]) -> str:
+    slope = row["slope"]
+    return "" if slope is None else f"{slope['mean']:+.4f} ({slope['low']:+.4f} to {slope['high']:+.4f})"
 
 
 def _number(value: float | None) -> str:

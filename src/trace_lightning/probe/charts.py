@@ -15,10 +15,10 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trace_lightning.probe.bands import BANDS
-from trace_lightning.probe.outputs import interval
+from trace_lightning.probe.outputs import interval, share
 from trace_lightning.probe.run import ProbeResult
 from trace_lightning.probe.study import K3
 
@@ -114,6 +114,11 @@ def _curve(axis: Axes, row: dict[str, Any], **style: Any) -> list[float]:
     return values
 
 
+def _positions_axis(axis: Axes) -> None:
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g}" if at < 1024 else f"{at / 1024:g}k"))
+
+
 def _positions(result: ProbeResult) -> Figure:
     """Mean gap over the position, one panel per format."""
     names = [name for name in result.plan.formats if name != "bf16"]
@@ -127,7 +132,7 @@ def _positions(result: ProbeResult) -> Figure:
         for arm, row in result.parts["divergence"][name]["arms"].items():
             if arm in ARMS:
                 every += _curve(axis, row, color=ARMS[arm], label=arm)
-        axis.set_xscale("log", base=2)
+        _positions_axis(axis)
         _finish(axis, name, "position in the answer", "mean |Δ log p|", legend=name == names[0])
     for axis in axes[len(names) :]:
         axis.set_visible(False)
@@ -142,7 +147,7 @@ def _same_tokens(result: ProbeResult) -> Figure:
     every = []
     for color, (name, row) in zip(COLORS, result.parts["same_tokens"].items(), strict=False):
         every += _curve(axis, row, color=color, label=name)
-    axis.set_xscale("log", base=2)
+    _positions_axis(axis)
     _log(axis, every)
     _finish(axis, "each format against BF16 on the same tokens", "position in the answer", "mean |Δ log p|")
     return figure
@@ -154,7 +159,7 @@ def _switches(result: ProbeResult) -> Figure:
     for color, (name, row) in zip(COLORS, result.parts["switches"][target].items(), strict=False):
         every += _curve(axis, row, color=color, label=f"{name} alone")
     every += _curve(axis, result.parts["same_tokens"][target], color="#000000", label="all", linestyle="--")
-    axis.set_xscale("log", base=2)
+    _positions_axis(axis)
     _log(axis, every)
     _finish(axis, f"{target}: which part causes the error", "position in the answer", "mean |Δ log p|")
     return figure
@@ -205,8 +210,8 @@ def _quality(result: ProbeResult) -> Figure:
     reward.set_ylim(bottom=0)
     _finish(reward, "held-out reward, 95 %", "", "mean reward")
     divergence = result.parts["divergence"]
-    _errorbars(loops, names, [interval(divergence[n]["outputs"]["repeats"]) for n in names], COLORS[1], "end in a loop")
-    _errorbars(loops, names, [interval(divergence[n]["outputs"]["broken"]) for n in names], COLORS[3], "broken text")
+    _errorbars(loops, names, [share(divergence[n]["outputs"]["repeats"]) for n in names], COLORS[1], "end in a loop")
+    _errorbars(loops, names, [share(divergence[n]["outputs"]["broken"]) for n in names], COLORS[3], "broken text")
     loops.set_ylim(-0.05, 1.05)
     _finish(loops, "long answers", "", "share")
     outputs = [result.parts["quality"][n]["outputs"] for n in names]

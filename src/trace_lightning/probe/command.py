@@ -215,7 +215,7 @@ def _load(parsed: Namespace, device: torch.device, seed: int) -> PreTrainedModel
         return off_grid(policy, seed).to(device).eval()  # type: ignore[arg-type]
     policy = make_model(read_shape(parsed.shape, None), None, device, seed).float()
     install_qat(policy, QuantRecipe(), attention=parsed.model.attention)
-    return policy.eval()
+    return off_grid(policy, seed).eval()
 
 
 def main(arguments: list[str]) -> int:

@@ -107,6 +107,7 @@ def _attend(
     return output
 
 
+@torch.no_grad()
 def weight_outlier(group: QATGroup) -> float:
     """Largest weight of a group over the root mean square of its weights; about 5 for a normal distribution."""
     squares = sum(float(member.weight.float().square().sum()) for member in group.members)

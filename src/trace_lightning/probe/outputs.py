@@ -2,6 +2,7 @@
 
 * Intervals are 95 %, normal, over *questions*: completions of one question are no independent draws, so the mean of
   each question is one observation. Two formats answer the same questions, and their difference is taken per question.
+  Shares of trajectories have Wilson intervals.
 * A completion *repeats* if it ends in a loop: its last tokens are one period of up to 64 tokens, three times or more
   and over at least 24 tokens.
 * Garble is measured by the unquantised policy: a window of 32 tokens is *unlikely* if its mean log-prob there is below
@@ -31,6 +32,17 @@ def interval(values: Sequence[float]) -> dict[str, float] | None:
         return {"mean": mean, "low": mean, "high": mean}
     half = _NORMAL_95 * math.sqrt(sum((v - mean) ** 2 for v in known) / (len(known) - 1) / len(known))
     return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def share(flags: Sequence[float]) -> dict[str, float] | None:
+    """`mean`, `low`, `high` (Wilson) of independent yes-or-no values 1 and 0; None for none."""
+    n, z2 = len(flags), _NORMAL_95**2
+    if not n:
+        return None
+    mean = sum(flags) / n
+    centre, half = (mean + z2 / (2 * n)) / (1 + z2 / n), math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
+    half *= _NORMAL_95 / (1 + z2 / n)
+    return {"mean": mean, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
 
 
 def per_question(rewards: Sequence[float], samples: int) -> list[float]:

@@ -54,7 +54,8 @@ def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
         f"<h1>trace-fit probe: {html.escape(result.plan.model)}</h1>",
         f'<div class="verdict {kind}"><b>{html.escape(cells.headline(result))}</b><ul>{reasons}</ul></div>',
         f"<p class=note>{html.escape(result.machine['device'])}; {html.escape(versions)}<br>"
-        f"<code>{html.escape(command)}</code></p>",
+        f"<code>{html.escape(command)}</code></p>"
+        + "".join(f"<p>{html.escape(text)}</p>" for text in result.machine["in_words"]),
         "<h2>Verdict of every format</h2>" + _html_table(*cells.verdict_rows(result)),
         f"<h2>Findings about {html.escape(result.plan.target)}</h2><ul>{findings or '<li>none</li>'}</ul>",
         f"<h2>Recipe to paste</h2><pre>{html.escape(result.recipe['yaml'])}</pre>{_recipe_note(result)}",
@@ -69,14 +70,13 @@ def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
         sections.append(
             "<h2>The format's own error, on the same tokens</h2><p class=note>Both sides are the trainer; no rollout "
             "takes part. This is what the format changes, not what training corrects for.</p>"
-            + pictures["same_tokens"] + pictures.get("switches", "")
+            + _html_table(*cells.own_error_rows(result)) + pictures["same_tokens"] + pictures.get("switches", "")
         )  # fmt: skip
     if "layers" in pictures:
         sections.append("<h2>Layers</h2>" + pictures["layers"])
     sections += [
         "<h2>Answers</h2>" + _html_table(*cells.quality_rows(result)) + pictures.get("quality", ""),
         "<h2>Speed and memory here</h2>"
-        + "".join(f"<p>{html.escape(text)}</p>" for text in result.machine["in_words"])
         + _html_table(*cells.speed_rows(result)) + pictures.get("speed", ""),
     ]  # fmt: skip
     title = html.escape(cells.headline(result))
@@ -92,6 +92,8 @@ def _recipe_note(result: ProbeResult) -> str:
     measured = result.recipe["same_tokens_mean_abs_dlogp"]
     if not measured:
         return ""
+    if not result.recipe["changed"]:
+        return "<p class=note>Changes that the findings suggest were measured; none brought enough.</p>"
     return (
         f"<p class=note>Measured on the bf16 trajectories: mean |Δ log p| to BF16 {measured['target']:.4f} as probed, "
         f"{measured['recipe']:.4f} with this recipe.</p>"

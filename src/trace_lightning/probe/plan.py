@@ -50,8 +50,8 @@ class ProbeSettings:
     formats: str = ",".join(FORMATS)
     target: str | None = None
     max_new_tokens: int | None = None
-    trajectories: int = 8
-    num_prompts: int = 4
+    trajectories: int = 16
+    num_prompts: int = 8
     prompt: str | list[str] | None = None
     stop_at_eos: bool = False
     heldout: int = 64

@@ -29,6 +29,7 @@ def tables(result: ProbeResult) -> list[Table]:
         [_styled(cell, styles.get(mark)) for cell, mark in zip(*pair, strict=True)]
         for pair in zip(rows, marks, strict=True)
     ]
+    own = "same_tokens" in result.parts
     kept = [
         index
         for index, band in enumerate(["", *(band.key for band in BANDS), ""])
@@ -36,6 +37,7 @@ def tables(result: ProbeResult) -> list[Table]:
     ]
     return [
         _table("Trainer against rollout", [columns[i] for i in kept], [[row[i] for i in kept] for row in colored]),
+        *([_table("The format's own error, same tokens", *cells.own_error_rows(result))] if own else []),
         _table("Answers", *cells.quality_rows(result)),
         _table("Speed and memory here", *cells.speed_rows(result)),
         _table("Verdicts (* the target)", *cells.verdict_rows(result)),

@@ -29,6 +29,7 @@ from trace_lightning.version import __version__
 
 Announce = Callable[[str, int, int], None]  # (part, its number, of how many)
 SCHEMA = 1
+_WORTH = 0.9  # of the error: what a further change of the recipe has to bring it below
 
 
 @dataclass(kw_only=True)
@@ -97,16 +98,18 @@ def _recipe(study: Study, results: dict[str, Any], verdict: Verdict) -> dict[str
     rows = results.get("layers", {}).get(plan.target, [])
     qat, head_dim = _state(study.trainer(target)), _head_dim(study)
     candidates = advice.suggest(target, qat, verdict.findings, rows, head_dim)
-    chosen, measured = target, {}
+    chosen, measured = target, dict[str, float]()
     if candidates:
         batch = study.trajectories(results["divergence"]["bf16"]["tokens"])
-        errors = [study.same_tokens(recipe, batch)["metrics"][MEAN] for recipe in (target, *candidates)]
-        best = min(range(1, len(errors)), key=errors.__getitem__)
-        first = 1 if errors[1] <= 1.5 * errors[best] else best  # the smaller change, where it does as well
-        if errors[first] < errors[0]:
-            chosen, measured = candidates[first - 1], {"target": errors[0], "recipe": errors[first]}
+        error = study.same_tokens(target, batch)["metrics"][MEAN]
+        measured["target"] = error
+        for recipe in candidates:
+            tried = study.same_tokens(recipe, batch)["metrics"][MEAN]
+            if tried < _WORTH * error:
+                chosen, error = recipe, tried
+        measured["recipe"] = error
     pasted = advice.guided(replace(chosen, trainer="qat"), verdict.decision)
-    return {"yaml": advice.as_yaml(pasted), "changed": bool(measured), "same_tokens_mean_abs_dlogp": measured}
+    return {"yaml": advice.as_yaml(pasted), "changed": chosen is not target, "same_tokens_mean_abs_dlogp": measured}
 
 
 def _head_dim(study: Study) -> int:

@@ -275,12 +275,12 @@ class Study:
         room = self.plan.sampling.max_new_tokens
         sampling = replace(sampling, max_new_tokens=min(32, room))
         prompts, plan = self.plan.prompts[:2], (self.engine, self.source, self.tokenizer, QuantRecipe())
-        generator, gaps = torch.Generator().manual_seed(self.plan.settings.seed + 1), {}
+        generator, gaps = torch.Generator(self.source.device).manual_seed(self.plan.settings.seed + 1), {}
         try:
             draw(*plan, prompts, replace(sampling, max_new_tokens=1), version=1)
             with torch.no_grad():
                 for parameter in self.source.parameters():
-                    noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+                    noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
                     parameter.mul_(1 + _SYNC_STEP * noise)
             self.engine.load_weights(self.source.named_parameters(), version=2)
             drawn = self.engine.generate(prompts, sampling, num_samples=2)

@@ -1,0 +1,109 @@
+"""Bands, the decision and its exit code, and the recipe: on made-up numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import yaml
+
+from trace_lightning.probe import advice
+from trace_lightning.probe.bands import BANDS, grades, worst
+from trace_lightning.probe.study import K3, MAX, MEAN
+from trace_lightning.probe.verdict import judge, sensitive
+from trace_lightning.types import GuidanceConfig, QuantRecipe
+
+KL, ESS = "rollout_corr/kl", "rollout_corr/ess"
+
+
+def arm(k3: float, slope: tuple[float, float, float] = (0.0, -1.0, 1.0), **metrics: float) -> dict[str, Any]:
+    ends = dict(zip(("mean", "low", "high"), slope, strict=True))
+    return {"metrics": {MEAN: 0.01, MAX: 0.1, K3: k3, **metrics}, "slope": ends, "sites": []}
+
+
+def results(qat: float, guided: float | None) -> dict[str, Any]:
+    arms = {"naive": arm(1.0), "qat": arm(qat)} | ({} if guided is None else {"guided": arm(guided)})
+    outputs = {"repeats": [0.0] * 8, "broken": [0.0] * 8}
+    part = {"sides": None, "version": [0, 0], "outputs": outputs}
+    return {"divergence": {"bf16": part | {"arms": {"floor": arm(0.0005)}}, "x": part | {"arms": arms}}}
+
+
+@pytest.mark.parametrize(
+    ("qat", "guided", "decision", "code"),
+    [
+        (0.001, 0.001, "go", 0),
+        (0.01, 0.001, "go with guidance", 1),
+        (0.5, 0.01, "go with guidance", 1),
+        (0.5, 0.02, "stay", 2),
+        (0.01, None, "go", 0),
+        (0.5, None, "stay", 2),
+    ],
+)
+def test_the_decision(qat, guided, decision, code):
+    verdict = judge(results(qat, guided), "x")
+    assert (verdict.decision, verdict.exit_code) == (decision, code)
+    assert verdict.reasons
+
+
+def test_every_band_has_a_source_and_grades_in_order():
+    assert all(band.source and (band.warn is not None or band.stop is not None) for band in BANDS)
+    assert grades({K3: 0.0019, KL: -0.2, ESS: 0.2}) == {K3: "healthy", KL: "stop", ESS: "stop"}
+    assert grades({K3: 0.0021, ESS: 0.9}) == {K3: "warn", ESS: "healthy"}
+    assert grades({K3: math.nan}) == {K3: "stop"}
+    assert worst({}) == "healthy"
+
+
+def test_bf16_that_disagrees_stops_everything():
+    found = results(0.001, 0.001)
+    found["divergence"]["bf16"]["arms"]["floor"] = arm(0.5)
+    verdict = judge(found, "x")
+    assert verdict.decision == "stay"
+    assert "BF16 against BF16" in verdict.reasons[0]
+
+
+def test_growth_along_the_answer_warns_only_beyond_the_floor():
+    found = results(0.01, 0.001)
+    found["divergence"]["x"]["arms"]["guided"] = arm(0.001, (0.02, 0.01, 0.03))
+    assert "accumulates" not in {finding.code for finding in judge(found, "x").findings}
+    found["divergence"]["bf16"]["arms"]["floor"] = arm(0.0005, (0.0, -0.001, 0.001))
+    (finding,) = judge(found, "x").findings
+    assert (finding.code, finding.severity) == ("accumulates", "warn")
+    assert judge(found, "x").exit_code == 1
+
+
+@pytest.mark.parametrize(("kept", "severity"), [(0.9, "warn"), (0.2, "stop")])
+def test_reward_warns_when_it_falls_and_stops_when_little_is_left(kept, severity):
+    found = results(0.001, 0.001)
+    questions = [0.5, 0.75, 1.0, 0.75] * 8
+    found["quality"] = {"bf16": {"questions": questions}, "x": {"questions": [kept * q for q in questions]}}
+    (finding,) = judge(found, "x").findings
+    assert (finding.code, finding.severity) == ("reward", severity)
+    same = copy.deepcopy(found)
+    same["quality"]["x"] = same["quality"]["bf16"]
+    assert judge(same, "x").findings == []
+
+
+def test_loops_are_found_against_bf16():
+    found = results(0.001, 0.001)
+    found["divergence"]["x"]["outputs"] = {"repeats": [1.0] * 7 + [0.0], "broken": [0.0] * 8}
+    (finding,) = judge(found, "x").findings
+    assert (finding.code, finding.severity) == ("repeats", "warn")
+
+
+def test_sensitive_layers_stand_out_from_the_median():
+    rows = [{"layer": i, "solo_mean_abs_dlogp": value} for i, value in enumerate([0.1, 0.1, 0.1, 0.3, 0.11, 0.5])]
+    assert sensitive(rows) == (3, 5)
+    assert sensitive(rows[2:5]) == ()
+
+
+def test_yaml_says_only_what_differs_from_the_defaults():
+    recipe = advice.guided(QuantRecipe(weights="nvfp4", kv_cache="nvfp4", bf16_layers=["last:1"]), "stay")
+    content = yaml.safe_load(advice.as_yaml(recipe))
+    assert content == {
+        "recipe": {"weights": "nvfp4", "kv_cache": "nvfp4", "guidance": {"mode": "parity"}, "bf16_layers": ["last:1"]}
+    }
+    settings = content["recipe"] | {"guidance": GuidanceConfig(**content["recipe"]["guidance"])}
+    assert QuantRecipe(**settings) == recipe
+    assert advice.guided(QuantRecipe(weights="nvfp4"), "stay").guidance.mode == "none"
