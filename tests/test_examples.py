@@ -29,6 +29,7 @@ ARGUMENTS = {
         *("--data.batch_size=2", "--data.heldout_size=4"),
     ],
     "rounding_spread": ["--orders", "2", "--questions", "8", "--text", __file__, "--json", "spread.json"],
+    "estimate_peaks": ["--shapes", "tiny", "--json", "peaks.json"],
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
 }
 
@@ -77,10 +78,19 @@ def check_rounding_spread(folder: Path) -> None:
     assert all(0 < row["right"] < 1 for row in rows)
 
 
+def check_estimate_peaks(folder: Path) -> None:
+    """Every phase is estimated, and measured where there is a GPU to measure."""
+    rows = json.loads((folder / "peaks.json").read_text())["rows"]
+    assert [row["phase"] for row in rows] == ["rollout", "train", "step"]
+    assert all(row["estimate"] > 0 for row in rows)
+    assert all((row["measured"] is not None) is torch.cuda.is_available() for row in rows)
+
+
 CHECKS = {
     "rounding_spread": check_rounding_spread,
     "guidance_study": check_guidance_study,
     "stability_study": check_stability_study,
+    "estimate_peaks": check_estimate_peaks,
 }
 
 
