@@ -77,7 +77,11 @@ def test_growth_along_the_answer_warns_only_beyond_the_floor():
 def test_reward_warns_when_it_falls_and_stops_when_little_is_left(kept, severity):
     found = results(0.001, 0.001)
     questions = [0.5, 0.75, 1.0, 0.75] * 8
-    found["quality"] = {"bf16": {"questions": questions}, "x": {"questions": [kept * q for q in questions]}}
+    outputs = {"clipped": [0.0] * 32}
+    found["quality"] = {
+        "bf16": {"questions": questions, "outputs": outputs},
+        "x": {"questions": [kept * q for q in questions], "outputs": outputs},
+    }
     (finding,) = judge(found, "x").findings
     assert (finding.code, finding.severity) == ("reward", severity)
     same = copy.deepcopy(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,7 +89,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--rollout.eval_sampling", type=SamplingParams | None, default=None, help="of held-out problems"
     )
-    parser.add_argument("--rollout.rewards", type=list[RewardFn] | None, default=None, help="default: the task's")
+    parser.add_argument(
+        "--rollout.rewards",
+        type=list[RewardFn | Callable[[str, Problem], float | None]] | None,
+        default=None,
+        help="default: the task's",
+    )
     parser.add_argument("--rollout.reward_weights", type=list[float] | None, default=None, help="one per reward")
     return parser
 

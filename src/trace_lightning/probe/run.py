@@ -24,6 +24,7 @@ from trace_lightning.probe.plan import ProbePlan, words
 from trace_lightning.probe.store import PartStore
 from trace_lightning.probe.study import MEAN, Study, _state
 from trace_lightning.probe.verdict import Verdict, judge
+from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES
 from trace_lightning.version import __version__
 
@@ -119,6 +120,8 @@ def _head_dim(study: Study) -> int:
 
 def _machine(study: Study) -> tuple[dict[str, Any], Limits | None]:
     device = study.source.device
+    if isinstance(study.engine, LocalEngine):
+        study.engine.release()  # or its cache would be missing from what is free
     limits = measure_limits(device)
     versions = {"trace_lightning": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {
