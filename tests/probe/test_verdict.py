@@ -106,7 +106,10 @@ def test_yaml_says_only_what_differs_from_the_defaults():
     recipe = advice.guided(QuantRecipe(weights="nvfp4", kv_cache="nvfp4", bf16_layers=["last:1"]), "stay")
     content = yaml.safe_load(advice.as_yaml(recipe))
     assert content == {
-        "recipe": {"weights": "nvfp4", "kv_cache": "nvfp4", "guidance": {"mode": "parity"}, "bf16_layers": ["last:1"]}
+        "recipe": {
+            **{"weights": "nvfp4", "activations": "none", "kv_cache": "nvfp4"},
+            **{"guidance": {"mode": "parity"}, "bf16_layers": ["last:1"]},
+        }
     }
     settings = content["recipe"] | {"guidance": GuidanceConfig(**content["recipe"]["guidance"])}
     assert QuantRecipe(**settings) == recipe

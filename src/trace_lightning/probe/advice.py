@@ -72,9 +72,12 @@ def guided(recipe: QuantRecipe, decision: str) -> QuantRecipe:
 
 
 def as_yaml(recipe: QuantRecipe) -> str:
-    """The recipe as `recipe:` of a config, without what is default anyway."""
+    """The recipe as `recipe:` of a config: formats and guidance always, so that they win over those of another config.
+
+    What else is default is left out.
+    """
     plain, default = dataclasses.asdict(recipe), dataclasses.asdict(QuantRecipe())
-    kept = {name: value for name, value in plain.items() if value != default[name]}
-    if "guidance" in kept:
-        kept["guidance"] = {n: v for n, v in plain["guidance"].items() if v != default["guidance"][n]}
-    return yaml.safe_dump({"recipe": kept}, sort_keys=False)
+    always = ("weights", "activations", "kv_cache", "guidance")
+    kept = {name: value for name, value in plain.items() if name in always or value != default[name]}
+    guidance = {n: v for n, v in plain["guidance"].items() if n == "mode" or v != default["guidance"][n]}
+    return yaml.safe_dump({"recipe": kept | {"guidance": guidance}}, sort_keys=False)

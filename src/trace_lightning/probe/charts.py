@@ -99,6 +99,9 @@ def _agreement(result: ProbeResult) -> Figure:
         if points:
             x = [i + (0.0 if arm == "floor" else 0.26 * (offset - 1)) for i, _ in points]
             axis.bar(x, [value for _, value in points], 0.24, color=color, label=arm)
+            for at, (_, value) in zip(x, points, strict=True):
+                if value == 0:  # no bar, and yet the best of all
+                    axis.text(at, 0.02, "0", color=color, ha="center", transform=axis.get_xaxis_transform())
             every += [value for _, value in points]
     _log(axis, [*every, 0.015])
     _bounds(axis, K3)
@@ -127,13 +130,14 @@ def _positions(result: ProbeResult) -> Figure:
     figure = Figure(figsize=(max(5.2, 3.5 * columns), 2.9 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     floor, every = result.parts["divergence"]["bf16"]["arms"]["floor"], []
+    legend = max(names, key=lambda name: len(result.parts["divergence"][name]["arms"]))
     for axis, name in zip(axes, names, strict=False):
         every += _curve(axis, floor, color=ARMS["floor"], label="BF16 floor")
         for arm, row in result.parts["divergence"][name]["arms"].items():
             if arm in ARMS:
                 every += _curve(axis, row, color=ARMS[arm], label=arm)
         _positions_axis(axis)
-        _finish(axis, name, "position in the answer", "mean |Δ log p|", legend=name == names[0])
+        _finish(axis, name, "position in the answer", "mean |Δ log p|", legend=name == legend)
     for axis in axes[len(names) :]:
         axis.set_visible(False)
     for axis in axes[: len(names)]:
@@ -216,7 +220,7 @@ def _quality(result: ProbeResult) -> Figure:
     _finish(loops, "long answers", "", "share")
     outputs = [result.parts["quality"][n]["outputs"] for n in names]
     _errorbars(lengths, names, [interval(o["lengths"]) for o in outputs], COLORS[2])
-    lengths.set_ylim(bottom=0)
+    lengths.set_ylim(0, 1.2 * max(max(o["lengths"]) for o in outputs))
     _finish(lengths, "length of held-out answers, 95 %", "", "tokens")
     return figure
 

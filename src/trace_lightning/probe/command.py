@@ -290,6 +290,8 @@ def _say(result: ProbeResult, folder: Path, console: Console) -> None:
             console.print(f"      {finding.way_out}", style="dim", highlight=False)
     console.print("\nrecipe to paste:", highlight=False)
     console.print(result.recipe["yaml"], highlight=False)
+    if result.recipe["changed"]:
+        console.print(f"it differs from what was probed: probe again with --config {folder / 'recipe.yaml'}\n")
     if result.reused:
         console.print(f"{len(result.reused)} parts were measured before and read from {folder / 'parts'}", style="dim")
     console.print(headline(result), style="bold", highlight=False)
