@@ -99,6 +99,16 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path, monkeypatch, ca
     assert len(record(tmp_path)["layers"]["w4a16kv4"]) == 2
 
 
+def test_a_second_recipe_finds_what_was_measured_for_the_first(tmp_path):
+    probe(tmp_path, "--formats", "bf16,w4a16kv4", "--parts", "divergence")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("divergence-*")}
+    recipe = tmp_path / "kv8.yaml"
+    recipe.write_text("recipe: {weights: nvfp4, kv_cache: fp8}\n")
+    probe(tmp_path, "--formats", "bf16,w4a16kv4", "--parts", "divergence", "--config", str(recipe))
+    assert record(tmp_path)["target"] == "recipe"
+    assert {name: (tmp_path / "parts" / name).stat().st_mtime_ns for name in before} == before
+
+
 def test_other_settings_are_measured_again(tmp_path):
     probe(tmp_path, "--formats", "bf16,w4a16kv4", "--parts", "divergence")
     before = (tmp_path / "parts" / "divergence-bf16.json").read_text()
@@ -130,6 +140,7 @@ def test_random_weights_of_a_shape(tmp_path):
         (["--rollout.sampling.top_p", "0.9"], ["record_support"]),
         (["--recipe.wieghts", "nvfp4"], ["wieghts", "weights"]),
         (["--device", "cuda"], ["torch sees no GPU"]),
+        (["--recipe.activations", "nvfp4", "--recipe.residual_share", "0.5"], ["residual_share=0"]),
     ],
     ids=lambda value: str(value)[:40],
 )

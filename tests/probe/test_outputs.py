@@ -10,11 +10,11 @@ from trace_lightning.probe import outputs
 
 
 def test_an_interval_is_over_questions_and_leaves_out_what_was_not_scored():
-    found = outputs.interval([0.0, 1.0, math.nan, 1.0, 0.0])
+    found = outputs.interval([0.0, 1.0, None, 1.0, 0.0])
     half = 1.959964 * math.sqrt((4 * 0.25 / 3) / 4)
     assert found == pytest.approx({"mean": 0.5, "low": 0.5 - half, "high": 0.5 + half})
     assert outputs.interval([1.0]) == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert outputs.interval([math.nan]) is None
+    assert outputs.interval([None]) is None
 
 
 def test_a_share_has_a_wilson_interval():
@@ -27,8 +27,8 @@ def test_a_share_has_a_wilson_interval():
 
 def test_samples_of_a_question_are_one_observation():
     means = outputs.per_question([1.0, 0.0, math.nan, 1.0, math.nan, math.nan], 2)
-    assert means[:2] == [0.5, 1.0]
-    assert math.isnan(means[2])
+    assert means == [0.5, 1.0, None]
+    assert outputs.differences(means, [0.25, None, 1.0]) == [0.25, None, None]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ def test_bf16_that_disagrees_stops_everything():
     assert "BF16 against BF16" in verdict.reasons[0]
 
 
+def test_what_bf16_itself_does_is_no_reason_against_a_format():
+    found = results(0.0025, 0.0025)
+    assert judge(found, "x").decision == "go with guidance"
+    found["divergence"]["bf16"]["arms"]["floor"] = arm(0.0025)
+    assert judge(found, "x").decision == "go"
+
+
 def test_growth_along_the_answer_warns_only_beyond_the_floor():
     found = results(0.01, 0.001)
     found["divergence"]["x"]["arms"]["guided"] = arm(0.001, (0.02, 0.01, 0.03))

@@ -157,7 +157,10 @@ def draw(
 def full_record(formats: QuantRecipe, sequences: int) -> QuantRecipe:
     """`formats` with the full codes of every FP4 site recorded; four sequences are audited."""
     sites = [site for site in SITES if formats.site_format(site) in FP4]
-    config = GuidanceConfig(mode="full", sites=sites, audit_sequences=min(4, sequences)) if sites else GuidanceConfig()
+    if not sites:
+        return replace(formats, guidance=GuidanceConfig())
+    everything = {"mode": "full", "scales": "whole", "layers": "all", "sites": sites}
+    config = replace(formats.guidance, **everything, audit_sequences=min(4, sequences))  # type: ignore[arg-type]
     return replace(formats, guidance=config)
 
 

@@ -92,8 +92,8 @@ def quality_rows(result: ProbeResult) -> tuple[list[str], Rows]:
             [
                 name,
                 *cells,
-                f"{_mean(long['repeats']):.0%}",
-                f"{_mean(long['broken']):.0%}",
+                _percent(long["repeats"]),
+                _percent(long["broken"]),
                 odd,
                 f"{long['distinct_4grams']:.2f}",
             ]
@@ -103,6 +103,10 @@ def quality_rows(result: ProbeResult) -> tuple[list[str], Rows]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{_mean(values):.0%}" if values else ""
 
 
 def speed_rows(result: ProbeResult) -> tuple[list[str], Rows]:

@@ -52,6 +52,8 @@ _FROM_CONFIG = (
     *("model.path", "model.attention", "data.task", "recipe"),
     *(f"rollout.{name}" for name in ("engine", "sampling", "eval_sampling", "rewards", "reward_weights")),
 )
+_NO_LIMIT = 2**31
+_NOT_IN_KEY = ("config", "out", "formats", "target", "parts", "recipe")  # the values of `config` are among the others
 _RANDOM_PROMPT = 64  # tokens of the prompts of a shape with random weights
 
 
@@ -139,14 +141,12 @@ def _parse(arguments: list[str]) -> tuple[Namespace, dict[str, Any]]:
     paths += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
     found = parser.parse_object(read_configs(paths)) if paths else None
     parsed: Namespace = parser.parse_args(arguments, namespace=found)
-    return parser.instantiate_classes(parsed), parsed.as_dict()
+    return parser.instantiate_classes(parsed), yaml.safe_load(parser.dump(parsed))
 
 
 def _key(settings: dict[str, Any], folder: Path | None, device: torch.device) -> str:
     """Digest of what every part depends on; formats are left out, since each part names its own."""
-    own = {
-        name: value for name, value in settings.items() if name not in ("out", "formats", "target", "parts", "recipe")
-    }
+    own = {name: value for name, value in settings.items() if name not in _NOT_IN_KEY}
     versions = [__version__, torch.__version__, transformers.__version__]
     return digest([own, model_state(folder), versions, device_name(device)])
 
@@ -189,10 +189,13 @@ def make_plan(parsed: Namespace, tokenizer: Any, config: Any, device: torch.devi
     if not prompts:
         raise ValueError(f"{type(task).__name__} has no training problems to start from: give texts by --prompt")
     heldout = [] if task is None else _prompts(list(task.heldout_problems())[: settings.heldout], tokenizer, -1)
-    room = config.max_position_embeddings - max(len(prompt.token_ids) for prompt in prompts)
+    context = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+    room = context - max(len(prompt.token_ids) for prompt in prompts)
     sampling = trajectory_sampling(settings, parsed.rollout.sampling, room, device)
     evaluation = parsed.rollout.eval_sampling or replace(parsed.rollout.sampling, record_logprobs=0)
-    left = config.max_position_embeddings - max((len(prompt.token_ids) for prompt in heldout), default=0)
+    left = context - max((len(prompt.token_ids) for prompt in heldout), default=0)
+    if left < 1:
+        raise ValueError(f"a held-out prompt has {context - left} tokens, the model's context {context}: shorten it")
     evaluation = replace(evaluation, max_new_tokens=min(evaluation.max_new_tokens, left), seed=settings.seed)
     scorer = _scorer(parsed, task) if heldout else None
     plan = ProbePlan(
@@ -269,6 +272,8 @@ def _with_progress(study: Study, store: PartStore, console: Console) -> ProbeRes
         def announce(part: str, number: int, total: int) -> None:
             progress.update(whole, description=part, completed=number, total=total)
             progress.update(drawing, visible=False)
+            if not console.is_terminal:
+                console.print(f"probe: {part} ({number + 1} of {total})", highlight=False)
 
         def drawn(done: int, total: int) -> None:
             progress.update(drawing, description="answers", completed=done, total=total, visible=True)

@@ -22,9 +22,9 @@ WINDOW, UNLIKELY = 32, 0.01
 _LONGEST_PERIOD, _LEAST_LOOP = 64, 24
 
 
-def interval(values: Sequence[float]) -> dict[str, float] | None:
-    """`mean`, `low`, `high` of independent values, NaN left out; no interval below two, None for none."""
-    known = [value for value in values if not math.isnan(value)]
+def interval(values: Sequence[float | None]) -> dict[str, float] | None:
+    """`mean`, `low`, `high` of independent values, None left out; no interval below two, None for none."""
+    known = [value for value in values if value is not None]
     if not known:
         return None
     mean = sum(known) / len(known)
@@ -45,12 +45,18 @@ def share(flags: Sequence[float]) -> dict[str, float] | None:
     return {"mean": mean, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
 
 
-def per_question(rewards: Sequence[float], samples: int) -> list[float]:
-    """Mean reward of each question, NaN where nothing was scored."""
-    means = []
+def differences(after: Sequence[float | None], before: Sequence[float | None]) -> list[float | None]:
+    """`after - before` of each question, None where one side was not scored."""
+    pairs = zip(after, before, strict=True)
+    return [None if new is None or old is None else new - old for new, old in pairs]
+
+
+def per_question(rewards: Sequence[float], samples: int) -> list[float | None]:
+    """Mean reward of each question, None where nothing was scored (rewards of NaN)."""
+    means: list[float | None] = []
     for start in range(0, len(rewards), samples):
         known = [value for value in rewards[start : start + samples] if not math.isnan(value)]
-        means.append(sum(known) / len(known) if known else math.nan)
+        means.append(sum(known) / len(known) if known else None)
     return means
 
 
@@ -95,7 +101,7 @@ def describe(completions: Sequence[Any]) -> dict[str, Any]:
     return {
         "completions": count,
         "repeats": [float(loops(c.token_ids)) for c in completions],
-        "broken": [float(broken_text(c.text)) for c in completions],
+        "broken": [float(broken_text(c.text)) for c in completions if c.text],
         "distinct_4grams": sum(distinct_share(c.token_ids) for c in completions) / count,
         "clipped": [float(c.finish_reason == "length") for c in completions],
         "lengths": lengths,

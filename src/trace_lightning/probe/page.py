@@ -16,7 +16,7 @@ h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2.2em;border-bottom:1px solid 
 table{border-collapse:collapse;margin:.8em 0;font-size:13px}
 td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #eee}
 td:first-child,th:first-child,.text{text-align:left}td{white-space:nowrap}.text{white-space:normal}
-pre{background:#f6f6f6;padding:.8em;overflow:auto}svg{max-width:100%;height:auto}
+pre{background:#f6f6f6;padding:.8em;overflow:auto;white-space:pre-wrap}svg{max-width:100%;height:auto}
 .verdict{padding:.8em 1em;border-left:8px solid;background:#f8f8f8;font-size:1.1em}.go{border-color:#009e73}
 .guided{border-color:#e69f00}.stay{border-color:#c00}.warn{background:#fff1cf}.stop{background:#ffd9d9}.note{color:#555;font-size:13px}
 """
@@ -75,13 +75,20 @@ def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
     if "layers" in pictures:
         sections.append("<h2>Layers</h2>" + pictures["layers"])
     sections += [
-        "<h2>Answers</h2>" + _html_table(*cells.quality_rows(result)) + pictures.get("quality", ""),
+        "<h2>Answers</h2>" + _html_table(*cells.quality_rows(result)) + pictures.get("quality", "") + _texts(result),
         "<h2>Speed and memory here</h2>"
         + _html_table(*cells.speed_rows(result)) + pictures.get("speed", ""),
     ]  # fmt: skip
     title = html.escape(cells.headline(result))
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en">{head}{"".join(sections)}</html>\n'
+
+
+def _texts(result: ProbeResult) -> str:
+    """The first trajectory of every format, folded up: numbers say that something is odd, texts say what."""
+    shown = {name: part["texts"][0] for name, part in result.parts["divergence"].items() if any(part["texts"])}
+    blocks = (f"<b>{html.escape(name)}</b><pre>{html.escape(text)}</pre>" for name, text in shown.items())
+    return f"<details><summary>the first answer of every format</summary>{''.join(blocks)}</details>" if shown else ""
 
 
 def _bound(value: float | None) -> str:

@@ -116,7 +116,7 @@ def parse_format(name: str, base: QuantRecipe) -> QuantRecipe:
     if name == "bf16":
         return QuantRecipe()
     if name == "recipe":
-        return base
+        return replace(base, trainer="qat")
     if name in ("fp8", "nvfp4", "mxfp4"):
         bits: dict[str, Any] = dict.fromkeys(("weights", "activations", "kv_cache"), name)
     elif found := _BITS.fullmatch(name):
@@ -135,8 +135,13 @@ def choose_formats(settings: ProbeSettings, base: QuantRecipe) -> tuple[dict[str
     """All formats by name, bf16 first, and the target among them.
 
     Raises:
-        ValueError: an unknown name, or a target that is no FP4 or FP8 format.
+        ValueError: an unknown name, a target that is not quantised, or a residual, which cannot be recorded.
     """
+    if base.residual_share:
+        raise ValueError(
+            f"recipe.residual_share={base.residual_share} adds a second code per element, which the record does "
+            "not hold: probe with recipe.residual_share=0"
+        )
     formats = {name: parse_format(name, base) for name in ("bf16", *words(settings.formats))}
     target = settings.target or ("recipe" if _quantises(base) else "w4a16kv4")
     recipe = parse_format(target, base)

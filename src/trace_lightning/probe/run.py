@@ -72,7 +72,10 @@ def run_probe(study: Study, store: PartStore, announce: Announce = lambda part, 
     verdicts = {name: judge(results, name) for name in quantised}
     announce("recipe", total - 1, total)
     recipe = store.get(
-        "recipe", lambda: _recipe(study, results, verdicts[plan.target]), findings=verdicts[plan.target].reasons
+        f"recipe-{plan.target}",
+        lambda: _recipe(study, results, verdicts[plan.target]),
+        recipe=asdict(plan.formats[plan.target]),
+        reasons=verdicts[plan.target].reasons,
     )
     machine, limits = _machine(study)
     return ProbeResult(

@@ -271,9 +271,8 @@ class Study:
         not take them over.
         """
         before = {name: p.detach().clone() for name, p in self.source.named_parameters()}
-        plain, sampling = self.trainer(QuantRecipe()), replace(self.plan.sampling, max_new_tokens=32, ignore_eos=True)
-        room = self.plan.sampling.max_new_tokens
-        sampling = replace(sampling, max_new_tokens=min(32, room))
+        plain, length = self.trainer(QuantRecipe()), min(32, self.plan.sampling.max_new_tokens)
+        sampling = replace(self.plan.sampling, max_new_tokens=length)
         prompts, plan = self.plan.prompts[:2], (self.engine, self.source, self.tokenizer, QuantRecipe())
         generator, gaps = torch.Generator(self.source.device).manual_seed(self.plan.settings.seed + 1), {}
         try:
@@ -290,7 +289,7 @@ class Study:
             for weights, label in ((None, "new"), (before, "old")):
                 if weights is not None:
                     _restore(self.source, weights)
-                found = compare(plain, batch, Arm("floor"), [32], temperature=sampling.temperature)[32]
+                found = compare(plain, batch, Arm("floor"), [length], temperature=sampling.temperature)[length]
                 gaps[label] = found.metrics[MEAN]
         finally:
             _restore(self.source, before)

@@ -1,6 +1,6 @@
 """From numbers to a decision: go, go with guidance, or stay; the reasons, and the causes that are named.
 
-    go (0)                the unguided trainer agrees with the rollout within the healthy bands
+    go (0)                the unguided trainer agrees with the rollout within the healthy bands, or as BF16 does
     go with guidance (1)  it does not, and the guided one stays below every stop
     stay (2)              neither does, or a cause was found that should be removed first
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trace_lightning.probe.bands import BANDS, HEALTHY, STOP, WARN, grades, worst
-from trace_lightning.probe.outputs import interval, share
+from trace_lightning.probe.bands import BANDS, GRADES, HEALTHY, STOP, WARN, grades, worst
+from trace_lightning.probe.outputs import differences, interval, share
 from trace_lightning.probe.study import K3, MAX, MEAN
 from trace_lightning.types import SITES
 
@@ -59,7 +59,8 @@ def judge(results: dict[str, Any], name: str) -> Verdict:
     findings = [*about_sides(results), *about_sync(results), *about_sites(results, name)]
     findings += [*about_layers(results, name), *about_positions(results, name), *about_quality(results, name)]
     arms = results["divergence"][name]["arms"]
-    unguided, guided = _grade(arms["qat"]), _grade(arms["guided"]) if "guided" in arms else None
+    floor = results["divergence"]["bf16"]["arms"]["floor"]
+    unguided, guided = _grade(arms["qat"], floor), _grade(arms["guided"], floor) if "guided" in arms else None
     stops = [finding for finding in findings if finding.severity == STOP]
     verdict = Verdict(name, STAY, [finding.text for finding in stops], findings)
     if unguided == HEALTHY:
@@ -77,8 +78,11 @@ def judge(results: dict[str, Any], name: str) -> Verdict:
     return verdict
 
 
-def _grade(arm: dict[str, Any]) -> str:
-    return worst(grades(arm["metrics"]))
+def _grade(arm: dict[str, Any], floor: dict[str, Any] | None = None) -> str:
+    """The worst grade of an arm, over the metrics whose grade is worse than BF16's own."""
+    base = {} if floor is None else grades(floor["metrics"])
+    own = grades(arm["metrics"])
+    return worst({k: grade for k, grade in own.items() if GRADES.index(grade) > GRADES.index(base.get(k, HEALTHY))})
 
 
 def _numbers(arm: dict[str, Any]) -> str:
@@ -252,7 +256,7 @@ def about_quality(results: dict[str, Any], name: str) -> Iterator[Finding]:
     quality = results.get("quality", {})
     if name in quality and "bf16" in quality:
         before, after = quality["bf16"]["questions"], quality[name]["questions"]
-        base, change = interval(before), interval([b - a for a, b in zip(before, after, strict=True)])
+        base, change = interval(before), interval(differences(after, before))
         if base and change and change["high"] < 0:
             much = change["high"] < -0.5 * base["mean"]
             yield Finding(
