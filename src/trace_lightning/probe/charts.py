@@ -137,11 +137,13 @@ def _positions(result: ProbeResult) -> Figure:
             if arm in ARMS:
                 every += _curve(axis, row, color=ARMS[arm], label=arm)
         _positions_axis(axis)
-        _finish(axis, name, "position in the answer", "mean |Δ log p|", legend=name == legend)
+        _finish(axis, name, "position in the answer", "mean |Δ log p|", legend=False)
     for axis in axes[len(names) :]:
         axis.set_visible(False)
     for axis in axes[: len(names)]:
         _log(axis, every)
+    handles = axes[names.index(legend)].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle("trainer against rollout along the answer", fontsize=11)
     return figure
 
