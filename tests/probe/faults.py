@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from trace_kernels.quantize import NVFP4
+from trace_lightning.models.policy import final_hidden, logits_head
 from trace_lightning.probe.agreement import policy_score
+from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.engine import LocalEngine
 
 
@@ -72,6 +74,23 @@ class ForgetfulEngine(LocalEngine):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         drawn = super().generate(*args, **kwargs)
         drawn.completions = [replace(c, policy_version=c.policy_version - 1) for c in drawn.completions]
+        return drawn
+
+
+class RawLogprobsEngine(LocalEngine):
+    """Draws at the temperature and reports log-probs of the raw logits."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Any, params: Any, **kwargs: Any) -> Any:
+        drawn = super().generate(prompts, params, **kwargs)
+        samples = len(drawn.completions) // len(prompts)
+        for index, completion in enumerate(drawn.completions):
+            start = len(prompts[index // samples].token_ids)
+            ids = torch.tensor(prompts[index // samples].token_ids + completion.token_ids)
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = final_hidden(self._policy, ids[None, :-1])[0, start - 1 :]
+                values, _ = token_logprobs(hidden, logits_head(self._policy), ids[start:], temperature=1.0)
+            completion.logprobs = values.tolist()
         return drawn
 
 

@@ -64,7 +64,7 @@ def test_every_field_of_the_json_is_documented(whole):
 
 def test_the_report_opens_offline_and_holds_every_chart(whole):
     page = (whole / "report.html").read_text()
-    assert page.count("<svg") == len(list((whole / "plots").glob("*.png"))) == 7
+    assert page.count("<svg") == len(list((whole / "plots").glob("*.png"))) == 8
     assert not re.search(r"(src|href)=[\"'](?!#)|url\((?!#)|@import|<script", page), "something would be loaded"
     assert "W4A4KV4" in page.upper()
     assert all(path.stat().st_size > 10_000 for path in (whole / "plots").glob("*.png"))

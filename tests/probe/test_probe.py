@@ -122,6 +122,12 @@ def test_a_trainer_that_ignores_the_temperature_is_named(tmp_path: Path) -> None
     assert "the trainer ignores the temperature" in codes(result)["temperature"].text
 
 
+def test_an_engine_that_reports_raw_log_probs_is_named(tmp_path: Path) -> None:
+    result = run(make_study(engine=faults.RawLogprobsEngine(), temperature=0.6), tmp_path)
+    assert result.verdict.exit_code == 2
+    assert "the rollout ignores the temperature" in codes(result)["temperature"].text
+
+
 def test_an_engine_one_version_behind_is_named(tmp_path: Path) -> None:
     result = run(make_study(parts="divergence,sync", engine=faults.StaleEngine()), tmp_path)
     assert result.verdict.exit_code == 2

@@ -43,6 +43,26 @@ def own_error_rows(result: ProbeResult) -> tuple[list[str], Rows]:
     return ["against BF16", "mean |Δ log p|", "max |Δ log p|", "k3 KL", "slope per doubling (95 %)"], rows
 
 
+def layer_rows(result: ProbeResult) -> tuple[list[str], Rows]:
+    """Columns and cells of the layers of the target."""
+    columns = ["layer", "alone: mean |Δ log p|", "worst weights", "K", "V", "largest K channel", "largest weight / rms"]
+    rows = []
+    for row in result.parts["layers"][result.plan.target]:
+        errors, channel, ratios = row["errors"], row.get("k_channel"), row["weight_outliers"]
+        weights = {name[2:]: value for name, value in errors.items() if name.startswith("w:")}
+        worst = max(weights, key=weights.__getitem__, default="")
+        where = "" if channel is None else f"{channel['ratio']:.1f} x, head {channel['head']}, {channel['channel']}"
+        rows.append(
+            [
+                *(str(row["layer"]), _number(row["solo_mean_abs_dlogp"])),
+                f"{weights[worst]:.3f} {worst}" if worst else "",
+                *(_number(errors.get(f"attention_{part}")) for part in ("k", "v")),
+                *(where, f"{max(ratios.values()):.0f}" if ratios else ""),
+            ]
+        )
+    return columns, rows
+
+
 def _slope(row: dict[str, Any]) -> str:
     slope = row["slope"]
     return "" if slope is None else f"{slope['mean']:+.4f} ({slope['low']:+.4f} to {slope['high']:+.4f})"

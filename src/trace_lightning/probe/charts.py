@@ -21,8 +21,13 @@ from trace_lightning.probe.bands import BANDS
 from trace_lightning.probe.outputs import interval, share
 from trace_lightning.probe.run import ProbeResult
 from trace_lightning.probe.study import K3
+from trace_lightning.types import SITES
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_D_ACT = (
+    ("qat", "d_act_rel_before", "values at FP4 sites, trainer on its own"),
+    ("guided", "d_act_rel_after", "the same sites where guided"),
+)
 ARMS = {"naive": "#999999", "qat": "#D55E00", "guided": "#009E73", "floor": "#0072B2"}
 
 
@@ -34,11 +39,15 @@ def charts(result: ProbeResult) -> dict[str, Figure]:
         "same_tokens": _same_tokens,
         "switches": _switches,
         "layers": _layers,
+        "sites": _sites,
         "quality": _quality,
         "speed": _speed,
     }
     needs = {"same_tokens": "same_tokens", "switches": "switches", "layers": "layers", "quality": "quality"}
-    return {name: maker(result) for name, maker in makers.items() if name not in needs or result.parts.get(needs[name])}
+    wanted = [name for name in makers if name not in needs or result.parts.get(needs[name])]
+    if not result.parts["divergence"][result.plan.target]["arms"]["qat"]["sites"]:
+        wanted.remove("sites")
+    return {name: makers[name](result) for name in wanted}
 
 
 def save_png(figure: Figure, path: Path) -> None:
@@ -75,7 +84,7 @@ def _log(axis: Axes, values: Iterable[float]) -> None:
         return
     least = 10.0 ** math.floor(math.log10(max(min(positive), 1e-7)))
     axis.set_yscale("symlog", linthresh=least, linscale=0.4)
-    axis.set_ylim(bottom=0.0, top=3 * max(positive))
+    axis.set_ylim(bottom=-0.15 * least, top=3 * max(positive))  # a curve at exactly 0 is seen above the frame
 
 
 def _bounds(axis: Axes, key: str) -> None:
@@ -143,8 +152,8 @@ def _positions(result: ProbeResult) -> Figure:
     for axis in axes[: len(names)]:
         _log(axis, every)
     handles = axes[names.index(legend)].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    figure.suptitle("trainer against rollout along the answer", fontsize=11)
+    title = "trainer against rollout along the answer"
+    figure.legend(*handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False, title=title)
     return figure
 
 
@@ -197,6 +206,22 @@ def _layers(result: ProbeResult) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     channels.set_ylim(bottom=0)
     _finish(channels, "K: largest channel / median", "layer", "ratio")
+    return figure
+
+
+def _sites(result: ProbeResult) -> Figure:
+    """D_act of every FP4 site over the layers: a trainer on its own, and the guided one."""
+    figure, axes = _figure(2, 5.2, 3.4)
+    arms, every = result.parts["divergence"][result.plan.target]["arms"], []
+    for axis, (arm, key, title) in zip(axes, _D_ACT, strict=True):
+        for color, site in zip(COLORS, SITES, strict=False):
+            rows = [row for row in arms[arm]["sites"] if row["site"] == site and key in row]
+            axis.plot([r["layer"] for r in rows], [r[key] for r in rows], "o-", markersize=3, color=color, label=site)
+            every += [row[key] for row in rows]
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _finish(axis, title, "layer", "D_act, relative", legend=axis is axes[0])
+    for axis in axes:
+        _log(axis, every)
     return figure
 
 

@@ -63,7 +63,7 @@ def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
         "<p class=note>floor: BF16 on both sides. naive: the trainer does not round. qat: it rounds alike, on its own. "
         "guided: steered by the rollout's record. Yellow is beyond the warning bound, red beyond the stop.</p>"
         + _html_table(*cells.agreement_rows(result))
-        + pictures.get("agreement", "") + pictures.get("positions", "")
+        + pictures.get("agreement", "") + pictures.get("positions", "") + pictures.get("sites", "")
         + "<h3>Where the bounds come from</h3>" + _html_table(["metric", "warn", "stop", "published value"], bands),
     ]  # fmt: skip
     if "same_tokens" in pictures:
@@ -73,7 +73,11 @@ def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
             + _html_table(*cells.own_error_rows(result)) + pictures["same_tokens"] + pictures.get("switches", "")
         )  # fmt: skip
     if "layers" in pictures:
-        sections.append("<h2>Layers</h2>" + pictures["layers"])
+        sections.append(
+            f"<h2>Layers of {html.escape(result.plan.target)}</h2><p class=note>Each layer alone quantised; errors of "
+            "the output of linears and of attention when one thing is rounded and its inputs are not.</p>"
+            + pictures["layers"] + _html_table(*cells.layer_rows(result))
+        )  # fmt: skip
     sections += [
         "<h2>Answers</h2>" + _html_table(*cells.quality_rows(result)) + pictures.get("quality", "") + _texts(result),
         "<h2>Speed and memory here</h2>"

@@ -92,10 +92,19 @@ def as_record(result: ProbeResult, command: str) -> dict[str, Any]:
     }
 
 
+def rounded(value: Any) -> Any:
+    """The same with six significant digits of every float: what is measured has no more, and files are read by people."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def write(result: ProbeResult, folder: Path, command: str) -> None:
     """Write `probe.json`, the PNG plots and `report.html` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "probe.json").write_text(json.dumps(as_record(result, command), indent=1) + "\n")
+    (folder / "probe.json").write_text(json.dumps(rounded(as_record(result, command)), indent=1) + "\n")
     pictures = {}
     for name, figure in charts(result).items():
         save_png(figure, folder / "plots" / f"{name}.png")
