@@ -93,7 +93,7 @@ def as_record(result: ProbeResult, command: str) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """The same with six significant digits of every float: what is measured has no more, and files are read by people."""
+    """The same with six significant digits of every float: what is measured has no more, and people read the file."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
