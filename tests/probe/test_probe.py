@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
 
+import faults
 from trace_lightning.data import encode
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.probe.agreement import off_grid, policy_score
+from trace_lightning.probe.page import page
 from trace_lightning.probe.plan import ProbePlan, ProbeSettings, choose_formats
 from trace_lightning.probe.run import ProbeResult, run_probe
 from trace_lightning.probe.store import PartStore
 from trace_lightning.probe.study import Study
+from trace_lightning.probe.verdict import Finding
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.tasks import TwoDigitAddition
@@ -68,8 +71,14 @@ def run(study: Study, folder: Path) -> ProbeResult:
     return run_probe(study, PartStore(folder, "key"))
 
 
-def codes(result: ProbeResult) -> dict[str, Any]:
-    return {finding.code: finding for finding in result.verdict.findings}
+def cause(result: ProbeResult, code: str) -> Finding:
+    """The finding, which has turned the verdict and is told in the report and its first lines."""
+    assert result.verdict.exit_code == 2
+    finding = next(finding for finding in result.verdict.findings if finding.code == code)
+    assert finding.text in result.verdict.reasons
+    top = page(result, {}, "").split("<h2>")[0]
+    assert html.escape(finding.text) in top
+    return finding
 
 
 def test_a_healthy_model_goes_and_nothing_is_found(tmp_path: Path) -> None:
@@ -84,11 +93,10 @@ def test_a_healthy_model_goes_and_nothing_is_found(tmp_path: Path) -> None:
     assert set(result.parts["switches"]["w4a4kv4"]) == {"weights", "activations", "K", "V"}
 
 
-def test_a_k_channel_is_named_and_a_rotation_is_recommended(tmp_path: Path) -> None:
+def test_a_k_channel_is_named_and_another_cache_is_recommended(tmp_path: Path) -> None:
     study = make_study(target="w4a16kv4", parts="divergence,same_tokens,layers", edit=faults.scale_k_channel)
     result = run(study, tmp_path)
-    assert result.verdict.exit_code == 2
-    finding = codes(result)["k_channel"]
+    finding = cause(result, "k_channel")
     assert finding.layers == (1,)
     assert "K channel 5 " in finding.text or "K channel 37 " in finding.text
     assert result.recipe["changed"]
@@ -100,8 +108,7 @@ def test_a_k_channel_is_named_and_a_rotation_is_recommended(tmp_path: Path) -> N
 def test_weight_outliers_are_named_and_excluded(tmp_path: Path) -> None:
     study = make_study(target="w4a16kv4", parts="divergence,layers", edit=faults.plant_weight_outliers)
     result = run(study, tmp_path)
-    assert result.verdict.exit_code == 2
-    finding = codes(result)["weight_outliers"]
+    finding = cause(result, "weight_outliers")
     assert finding.layers == (1,)
     assert "mlp_in" in finding.text
     assert "1\\.mlp\\.gate_proj" in result.recipe["yaml"]
@@ -112,29 +119,24 @@ def test_weight_outliers_are_named_and_excluded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [(1, "mlp_in"), (0, "attn_in"), (0, "down_in")])
 def test_a_site_with_a_wrong_scale_is_named(tmp_path: Path, place: tuple[int, str]) -> None:
     result = run(make_study(engine=faults.WrongScaleEngine(*place)), tmp_path)
-    assert result.verdict.exit_code == 2
-    assert f"from layer {place[0]}, {place[1]} on" in codes(result)["site_scale"].text
+    assert f"from layer {place[0]}, {place[1]} on" in cause(result, "site_scale").text
 
 
 def test_a_trainer_that_ignores_the_temperature_is_named(tmp_path: Path) -> None:
     result = run(make_study(score=faults.score_at_temperature_one, temperature=0.6), tmp_path)
-    assert result.verdict.exit_code == 2
-    assert "the trainer ignores the temperature" in codes(result)["temperature"].text
+    assert "the trainer ignores the temperature" in cause(result, "temperature").text
 
 
 def test_an_engine_that_reports_raw_log_probs_is_named(tmp_path: Path) -> None:
     result = run(make_study(engine=faults.RawLogprobsEngine(), temperature=0.6), tmp_path)
-    assert result.verdict.exit_code == 2
-    assert "the rollout ignores the temperature" in codes(result)["temperature"].text
+    assert "the rollout ignores the temperature" in cause(result, "temperature").text
 
 
 def test_an_engine_one_version_behind_is_named(tmp_path: Path) -> None:
     result = run(make_study(parts="divergence,sync", engine=faults.StaleEngine()), tmp_path)
-    assert result.verdict.exit_code == 2
-    assert "the engine is one version behind" in codes(result)["stale_engine"].text
+    assert "the engine is one version behind" in cause(result, "stale_engine").text
 
 
 def test_a_version_that_is_not_the_synced_one_is_named(tmp_path: Path) -> None:
     result = run(make_study(engine=faults.ForgetfulEngine()), tmp_path)
-    assert result.verdict.exit_code == 2
-    assert "policy version -1, not 0" in codes(result)["version"].text
+    assert "policy version -1, not 0" in cause(result, "version").text

@@ -49,7 +49,6 @@ class LocalErrors(Rounding):
     def __init__(self) -> None:
         self.squares: dict[Name, Tensor] = {}  # FP64 [2]: of the error, of the reference
         self.k_squares: dict[int, Tensor] = {}  # FP64 [heads, dim]
-        self.k_absolute: dict[int, Tensor] = {}
         self.tokens = 0
 
     def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
@@ -75,10 +74,8 @@ class LocalErrors(Rounding):
         return exact
 
     def _channels(self, layer: int, key: Tensor) -> None:
-        squares, largest = key.double().square().sum((0, 2)), key.float().abs().amax((0, 2))
-        if layer in self.k_squares:
-            squares, largest = squares + self.k_squares[layer], torch.maximum(largest, self.k_absolute[layer])
-        self.k_squares[layer], self.k_absolute[layer] = squares, largest
+        squares = key.double().square().sum((0, 2))
+        self.k_squares[layer] = self.k_squares[layer] + squares if layer in self.k_squares else squares
 
     def relative(self) -> dict[Name, float]:
         """Relative error of everything that was compared."""

@@ -22,7 +22,7 @@ from trace_lightning.probe import advice
 from trace_lightning.probe.paths import in_words, paths
 from trace_lightning.probe.plan import ProbePlan, words
 from trace_lightning.probe.store import PartStore
-from trace_lightning.probe.study import MEAN, Study, _state
+from trace_lightning.probe.study import MEAN, Study, qat_state
 from trace_lightning.probe.verdict import Verdict, judge
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES
@@ -100,7 +100,7 @@ def _recipe(study: Study, results: dict[str, Any], verdict: Verdict) -> dict[str
     """The recipe to paste, and its measured error on the bf16 trajectories beside the target's."""
     plan, target = study.plan, study.plan.formats[study.plan.target]
     rows = results.get("layers", {}).get(plan.target, [])
-    qat, head_dim = _state(study.trainer(target)), _head_dim(study)
+    qat, head_dim = qat_state(study.trainer(target)), _head_dim(study)
     candidates = advice.suggest(target, qat, verdict.findings, rows, head_dim)
     chosen, measured = target, dict[str, float]()
     if candidates:

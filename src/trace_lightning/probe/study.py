@@ -196,7 +196,7 @@ class Study:
 
     def switches(self, recipe: QuantRecipe, batch: RolloutBatch) -> dict[str, Any]:
         """`same_tokens` with one part of `recipe` on at a time; parts that it does not quantise are left out."""
-        found, qat = {}, _state(self.trainer(recipe))
+        found, qat = {}, qat_state(self.trainer(recipe))
         keep_all, keep_none = (lambda group: True), (lambda group: False)
         formats = {"weights": recipe.weights, "activations": recipe.activations, "K": recipe.kv_cache}
         for name, (weights, sites) in SWITCHES.items():
@@ -209,7 +209,7 @@ class Study:
     def layers(self, recipe: QuantRecipe, batch: RolloutBatch) -> list[dict[str, Any]]:
         """Per layer: local errors, K's channels, the largest weights, and its solo error on a part of the tokens."""
         policy, short = self.trainer(recipe), self._short(batch)
-        qat = _state(policy)
+        qat = qat_state(policy)
         sequences = [torch.tensor(p.token_ids + c.token_ids[:-1]) for p, c in short.sequences()]
         measured = local_errors(policy, sequences)
         local, solo = grouped(measured.relative()), self._solo(recipe, short)
@@ -235,7 +235,7 @@ class Study:
 
     def _solo(self, recipe: QuantRecipe, batch: RolloutBatch) -> list[dict[str, float]]:
         """Error of `recipe` with a single layer quantised, for each layer."""
-        qat, saved = _state(self.trainer(recipe)), self._plain_logprobs
+        qat, saved = qat_state(self.trainer(recipe)), self._plain_logprobs
         self._plain_logprobs, found = None, []
         for layer in range(len(qat.layout.layers)):
             with _single_layer(qat, layer):
@@ -325,14 +325,15 @@ def _plain(batch: RolloutBatch) -> dict[str, Any]:
     }
 
 
-def _state(policy: PreTrainedModel) -> QATState:
+def qat_state(policy: PreTrainedModel) -> QATState:
+    """What `install_qat` put into a trainer."""
     state: QATState = policy.trace_qat  # type: ignore[assignment]
     return state
 
 
 @contextmanager
 def _cached(policy: PreTrainedModel) -> Iterator[None]:
-    with _state(policy).cache_weights():
+    with qat_state(policy).cache_weights():
         yield
 
 
