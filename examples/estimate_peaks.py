@@ -40,7 +40,10 @@ W4A4KV4 = dataclasses.replace(W4A16KV4, activations="nvfp4")
 RUNS: dict[str, dict[str, Any]] = {  # what differs from the defaults of Plan
     "tiny": {"recipe": W4A4KV4, "prompts": 2, "samples": 2, "prompt_length": 16, "new_tokens": 16},
     "qwen3-0.6b": {"recipe": W4A4KV4, "prompts": 16, "samples": 8, "prompt_length": 256, "new_tokens": 768},
-    "qwen3-1.7b": {"recipe": W4A16KV4, "prompts": 16, "samples": 8, "prompt_length": 256, "new_tokens": 768},
+    "qwen3-1.7b": {
+        **{"recipe": W4A16KV4, "prompts": 16, "samples": 8, "prompt_length": 256, "new_tokens": 768},
+        "max_tokens_per_microbatch": 8192,
+    },
     "qwen3-4b": {
         **{"recipe": W4A16KV4, "prompts": 8, "samples": 8, "prompt_length": 256, "new_tokens": 768},
         **{"gradient_checkpointing": True, "memory_fraction": 0.2},

@@ -86,11 +86,11 @@ def test_trainers_share_the_parameters_of_their_source() -> None:
     assert not any("QAT" in type(module).__name__ for module in source.modules()), "the source stays as it was"
 
 
-def test_weight_outlier_is_the_largest_over_the_rms() -> None:
+def test_weight_outlier_is_the_largest_column_over_the_median_one() -> None:
     policy = make_trainer(plain_model("qwen3"), W4A4KV4)
-    group = next(group for group in policy.trace_qat.groups if group.site == "o_in")
+    group = next(group for group in policy.trace_qat.groups if group.site == "mlp_in")
     with torch.no_grad():
-        group.members[0].weight.fill_(1.0)
-        group.members[0].weight[0, 0] = 30.0
-    count = group.members[0].weight.numel()
-    assert weight_outlier(group) == pytest.approx(30 / ((count + 899) / count) ** 0.5)
+        for member in group.members:
+            member.weight.fill_(0.5)
+            member.weight[:, 3] = -6.0
+    assert weight_outlier(group) == pytest.approx(12.0)

@@ -110,7 +110,8 @@ def test_weight_outliers_are_named_and_excluded(tmp_path: Path) -> None:
     result = run(study, tmp_path)
     finding = cause(result, "weight_outliers")
     assert finding.layers == (1,)
-    assert "mlp_in" in finding.text
+    assert "behind mlp_in" in finding.text
+    assert "largest column is 6" in finding.text, "planted 60 times as large"
     assert "1\\.mlp\\.gate_proj" in result.recipe["yaml"]
     errors = result.recipe["same_tokens_mean_abs_dlogp"]
     assert errors["recipe"] < 0.7 * errors["target"]

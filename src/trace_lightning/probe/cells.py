@@ -45,7 +45,15 @@ def own_error_rows(result: ProbeResult) -> tuple[list[str], Rows]:
 
 def layer_rows(result: ProbeResult) -> tuple[list[str], Rows]:
     """Columns and cells of the layers of the target."""
-    columns = ["layer", "alone: mean |Δ log p|", "worst weights", "K", "V", "largest K channel", "largest weight / rms"]
+    columns = [
+        "layer",
+        "alone: mean |Δ log p|",
+        "worst weights",
+        "K",
+        "V",
+        "largest K channel",
+        "largest weight column / median",
+    ]
     rows = []
     for row in result.parts["layers"][result.plan.target]:
         errors, channel, ratios = row["errors"], row.get("k_channel"), row["weight_outliers"]
@@ -57,7 +65,7 @@ def layer_rows(result: ProbeResult) -> tuple[list[str], Rows]:
                 *(str(row["layer"]), _number(row["solo_mean_abs_dlogp"])),
                 f"{weights[worst]:.3f} {worst}" if worst else "",
                 *(_number(errors.get(f"attention_{part}")) for part in ("k", "v")),
-                *(where, f"{max(ratios.values()):.0f}" if ratios else ""),
+                *(where, f"{max(ratios.values()):.1f}" if ratios else ""),
             ]
         )
     return columns, rows

@@ -106,11 +106,10 @@ def _attend(
 
 @torch.no_grad()
 def weight_outlier(group: QATGroup) -> float:
-    """Largest weight of a group over the root mean square of its weights; about 5 for a normal distribution."""
-    squares = sum(float(member.weight.float().square().sum()) for member in group.members)
-    count = sum(member.weight.numel() for member in group.members)
-    largest = max(float(member.weight.abs().amax()) for member in group.members)
-    return largest / max(1e-30, (squares / count) ** 0.5)
+    """Root mean square of a group's largest input column over that of the median one; up to 3.3 in SmolLM2-135M."""
+    weights = torch.cat([member.weight for member in group.members]).float()
+    rms = weights.square().mean(0).sqrt()
+    return float(rms.max() / rms.median().clamp(min=1e-30))
 
 
 @torch.no_grad()
