@@ -37,6 +37,13 @@ def test_the_target_is_the_recipe_under_the_name_of_its_formats() -> None:
     assert target == "w4a16kv4"
     assert formats[target].guidance.mode == "parity"
     assert list(formats) == ["bf16", "w4a16kv4"]
+    assert list(choose_formats(ProbeSettings(formats="w4a4kv4,nvfp4,fp8"), BASE)[0]) == [
+        "bf16",
+        "w4a4kv4",
+        "fp8",
+        "recipe",
+    ]
+    assert choose_formats(ProbeSettings(formats="nvfp4", target="w4a4kv4"), BASE)[1] == "nvfp4"
     assert choose_formats(ProbeSettings(formats="fp8"), BASE)[1] == "recipe"
     assert choose_formats(ProbeSettings(formats="fp8"), QuantRecipe())[1] == "w4a16kv4"
 

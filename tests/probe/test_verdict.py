@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from trace_lightning.probe import advice
 from trace_lightning.probe.bands import BANDS, grades, worst
 from trace_lightning.probe.study import K3, MAX, MEAN
-from trace_lightning.probe.verdict import judge, sensitive
+from trace_lightning.probe.verdict import Finding, judge, sensitive
 from trace_lightning.types import GuidanceConfig, QuantRecipe
 
 KL, ESS = "rollout_corr/kl", "rollout_corr/ess"
@@ -107,6 +108,32 @@ def test_sensitive_layers_stand_out_from_the_median():
     rows = [{"layer": i, "solo_mean_abs_dlogp": value} for i, value in enumerate([0.1, 0.1, 0.1, 0.3, 0.11, 0.5])]
     assert sensitive(rows) == (3, 5)
     assert sensitive(rows[2:5]) == ()
+
+
+@pytest.mark.parametrize("activations", ["none", "nvfp4"])
+def test_a_cache_in_fp8_is_suggested_whatever_sites_are_guided(activations):
+    sites = ["k", "v"] if activations == "none" else ["mlp_in", "k"]
+    guidance = GuidanceConfig(mode="parity", sites=sites, store="host")
+    recipe = QuantRecipe(weights="nvfp4", activations=activations, kv_cache="nvfp4", guidance=guidance)
+    rotated, fp8 = advice.suggest(recipe, None, [Finding("k_channel", "stop", "")], [], 64)
+    assert rotated.kv_rotation == "hadamard"
+    assert rotated.guidance == guidance
+    pasted = advice.guided(fp8, "go with guidance")
+    assert (pasted.kv_cache, pasted.guidance.store) == ("fp8", "host")
+    assert pasted.guidance.mode == ("none" if activations == "none" else "parity")
+    assert [each.kv_cache for each in advice.suggest(recipe, None, [Finding("k_channel", "stop", "")], [], 40)] == [
+        "fp8"
+    ]
+
+
+def test_sensitive_layers_stay_in_bf16_at_an_end_and_by_name_inside():
+    def group(layer):
+        return SimpleNamespace(layer=layer, site="o_in", names=(f"model.layers.{layer}.self_attn.o_proj",))
+
+    layers = range(6)
+    qat = SimpleNamespace(layout=SimpleNamespace(layers=layers, groups=[group(i) for i in layers]))
+    assert advice.kept_layers(qat, (0, 3, 4, 5)) == (["first:1", "last:3"], [])
+    assert advice.kept_layers(qat, (2,)) == ([], [r"^model\.layers\.2\.self_attn\.o_proj$"])
 
 
 def test_yaml_says_only_what_differs_from_the_defaults():

@@ -17,7 +17,7 @@ import yaml
 
 from trace_lightning.probe.verdict import GO, WEIGHT_ERROR, Finding
 from trace_lightning.quantization.qat import QATState
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.types import QuantRecipe
 
 
 def excluded(qat: QATState, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -48,15 +48,18 @@ def suggest(
 ) -> list[QuantRecipe]:
     """Recipes to try, the least change first; empty if the findings ask for none."""
     found = {finding.code: finding for finding in findings}
-    base = replace(recipe, exclude=[*recipe.exclude, *excluded(qat, rows)])
+    names = excluded(qat, rows) if rows else []
+    base = replace(recipe, exclude=[*recipe.exclude, *names])
     tries = [base] if base != recipe else []
     if "k_channel" in found:
         rotates = head_dim % 16 == 0 and recipe.kv_rotation == "none"
         tries = [replace(base, kv_rotation="hadamard")] if rotates else []
-        tries.append(replace(base, kv_cache="fp8", kv_rotation="none"))
+        # Sites that guidance names may be k and v, which FP8 has no codes for; `guided` turns it on again.
+        plain = replace(base.guidance, mode="none", sites=None)
+        tries.append(replace(base, kv_cache="fp8", kv_rotation="none", guidance=plain))
     if "sensitive_layers" in found:
-        ends, names = kept_layers(qat, found["sensitive_layers"].layers)
-        kept = {"bf16_layers": recipe.bf16_layers or ends, "exclude": [*base.exclude, *names]}
+        ends, inside = kept_layers(qat, found["sensitive_layers"].layers)
+        kept = {"bf16_layers": recipe.bf16_layers or ends, "exclude": [*base.exclude, *inside]}
         tries += [replace(each, **kept) for each in tries or [base]]  # type: ignore[arg-type]
     return tries
 
@@ -68,7 +71,7 @@ def guided(recipe: QuantRecipe, decision: str) -> QuantRecipe:
     with_parity = {"activations": recipe.activations, "kv_cache": recipe.kv_cache}
     if not set(with_parity.values()) & {"nvfp4", "mxfp4"}:
         return recipe
-    return replace(recipe, guidance=GuidanceConfig(mode="parity"))
+    return replace(recipe, guidance=replace(recipe.guidance, mode="parity"))
 
 
 def as_yaml(recipe: QuantRecipe) -> str:

@@ -142,12 +142,16 @@ def choose_formats(settings: ProbeSettings, base: QuantRecipe) -> tuple[dict[str
             f"recipe.residual_share={base.residual_share} adds a second code per element, which the record does "
             "not hold: probe with recipe.residual_share=0"
         )
-    formats = {name: parse_format(name, base) for name in ("bf16", *words(settings.formats))}
+    formats: dict[str, QuantRecipe] = {}
+    for name in ("bf16", *words(settings.formats)):
+        recipe = parse_format(name, base)
+        if all(_bits(recipe) != _bits(other) for other in formats.values()):  # nvfp4 is w4a4kv4
+            formats[name] = recipe
     target = settings.target or ("recipe" if _quantises(base) else "w4a16kv4")
     recipe = parse_format(target, base)
     if not _quantises(recipe):
         raise ValueError(f"--target {target} is not quantised: there is nothing to decide about")
-    same = [name for name, other in formats.items() if target == "recipe" and _bits(other) == _bits(recipe)]
+    same = [name for name, other in formats.items() if _bits(other) == _bits(recipe)]
     target = same[0] if same else target
     return formats | {target: recipe}, target
 
