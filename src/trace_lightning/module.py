@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
@@ -31,12 +33,14 @@ from trace_lightning.metrics import (
 )
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
+from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.guidance import Key, MismatchCounts
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.corrections import Correction, apply_corrections
 from trace_lightning.rl.losses import GRPO, GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
 from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
 from trace_lightning.rollout.scoring import score, score_all, spread
+from trace_lightning.strategy import check_strategy
 from trace_lightning.types import QuantRecipe, RolloutBatch, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -153,6 +157,12 @@ class PolicyModule(pl.LightningModule):
                 attention=self.attention,
                 gradient_checkpointing=self.gradient_checkpointing,
             )
+            self.shard()
+
+    def shard(self) -> None:
+        """Cut the policy over the ranks, where the strategy is FSDP2."""
+        if self.device_mesh is not None and self.policy is not None:
+            shard_policy(self.policy, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, stepped once per optimizer step."""
@@ -242,14 +252,16 @@ class PolicyModule(pl.LightningModule):
         self._mismatch.append(MismatchCounts())
         counts = self._global_counts(batch.completion_mask_BT[indices], batch.sampling.max_new_tokens)
         qat: Any = self.policy.trace_qat
-        with qat.cache_weights():
-            for part in self._plan(batch, indices):
+        with qat.cache_weights(keep=not is_sharded(self.policy)):
+            plan = self._plan(batch, indices)
+            for i, part in enumerate(plan):
                 micro = take(batch, part, self.device)
                 micro_old = None if old is None or not part else old[part, : micro.mask_BT.shape[1]]
-                loss = self._micro_loss(micro, micro_old, batch.sampling.temperature, counts)
-                # DDP averages gradients over ranks; the loss is already divided by global counts.
-                self.manual_backward(loss * self.trainer.world_size)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+                with self._gradients(reduced=i == len(plan) - 1):
+                    loss = self._micro_loss(micro, micro_old, batch.sampling.temperature, counts)
+                    # Ranks average their gradients; the loss is already divided by global counts.
+                    self.manual_backward(loss * self.trainer.world_size)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         self._guard(norm)
         if torch.isfinite(norm):
             optimizer.step()
@@ -257,6 +269,11 @@ class PolicyModule(pl.LightningModule):
         one = torch.ones((), device=norm.device)
         skipped = (~torch.isfinite(norm)).float()
         self._collected.append({"grad_norm": (norm, one), "skipped_steps": (skipped, one), "loss": (one * 0, one)})
+
+    def _gradients(self, *, reduced: bool) -> AbstractContextManager[Any]:
+        """Block in which DDP sums gradients over ranks, or leaves that to a later block. FSDP2 always sums."""
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) and not reduced else nullcontext()
 
     def _guard(self, norm: Tensor) -> None:
         self._bad_steps = 0 if torch.isfinite(norm) else self._bad_steps + 1
@@ -351,22 +368,34 @@ class PolicyModule(pl.LightningModule):
                 why,
             )
 
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated = torch.zeros(2, 2, dtype=torch.float64)
+
+    on_test_epoch_start = on_validation_epoch_start
+
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Held-out reward under the rollout policy (sampled, as in training)."""
-        self._evaluate(batch, "heldout")
-
-    def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """As `validation_step`, under `test/`."""
-        self._evaluate(batch, "test")
-
-    def _evaluate(self, batch: RolloutBatch, prefix: str) -> None:
         if batch.rewards_B is None:
             raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
         scored = batch.rewards_B[~batch.rewards_B.isnan()]
-        if len(scored):
-            self.log(f"{prefix}/reward", scored.mean(), batch_size=len(scored), on_epoch=True, sync_dist=True)
-        lengths = torch.tensor([float(len(c.token_ids)) for c in batch.completions])
-        self.log(f"{prefix}/mean_length", lengths.mean(), batch_size=len(lengths), on_epoch=True, sync_dist=True)
+        lengths = sum(len(completion.token_ids) for completion in batch.completions)
+        sums = [[float(scored.double().sum()), len(scored)], [lengths, len(batch.completions)]]
+        self._evaluated += torch.tensor(sums, dtype=torch.float64)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("heldout")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, prefix: str) -> None:
+        """Means over all ranks; a rank may have had no prompt of the last batch, or no scored one."""
+        sums = self.trainer.strategy.reduce(self._evaluated.to(self.device), reduce_op="sum")
+        for name, (total, count) in zip(("reward", "mean_length"), sums.tolist(), strict=True):
+            if count:
+                self.log(f"{prefix}/{name}", total / count)
 
     def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Prompt, completion and reward of each sequence."""
@@ -378,7 +407,8 @@ class PolicyModule(pl.LightningModule):
 
 
 def _check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse flags that manual optimisation would not honour."""
+    """Refuse strategies that are not supported and flags that manual optimisation would not honour."""
+    check_strategy(trainer)
     if str(trainer.precision) == "16-mixed":
         raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
     if trainer.gradient_clip_val:

@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_lightning.callbacks.folder import run_folder, stopped_by_user
+from trace_lightning.callbacks.ranks import is_joint
+from trace_lightning.models.sharding import is_sharded, whole_copy
 
 
 class HFExport(Callback):
@@ -51,15 +53,19 @@ class HFExport(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._export(trainer, pl_module)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """An interrupted run leaves its policy as well; after an error the checkpoint has to do."""
         learned = self._first_step is not None and trainer.global_step > self._first_step
-        if trainer.state.fn == "fit" and learned and stopped_by_user(exception):
+        joint = is_joint(trainer, exception) or not is_sharded(pl_module.policy)  # gathering is a collective
+        if trainer.state.fn == "fit" and learned and stopped_by_user(exception) and joint:
             self._export(trainer, pl_module)
 
     def _export(self, trainer: pl.Trainer, module: Any) -> None:
-        if self._folder is not None and trainer.is_global_zero:
-            export_policy(module.policy, module.tokenizer, self._folder / self.dirname)
+        if self._folder is None:
+            return
+        policy = whole_copy(module.policy, keep=trainer.is_global_zero) if is_sharded(module.policy) else module.policy
+        if trainer.is_global_zero:
+            export_policy(policy, module.tokenizer, self._folder / self.dirname)
 
 
 def export_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from trace_lightning.callbacks.ranks import (
+    JointInterrupt,
+    JointTermination,
+    ParentWatch,
+    StopSignals,
+    check_same_settings,
+    is_joint,
+    raise_together,
+)
 from trace_lightning.data import run_seed
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
+from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
@@ -89,6 +100,8 @@ class Rollout(Callback):
         self._ready = False
         self._synced_at = -1
         self._widened = False
+        self._signals = StopSignals()
+        self._watch: ParentWatch | None = None
 
     def should_sync(self, optimizer_steps: int) -> bool:
         """Whether the engine takes over the policy's weights before the next rollout. Default: whenever they moved."""
@@ -106,9 +119,40 @@ class Rollout(Callback):
                 pl_module.advantages(torch.zeros(1, 1))
         if self.scorer is None:
             self.scorer = Scorer(self._reward_functions(trainer), self.reward_weights)
+        self._watch = self._watch or ParentWatch.start_for(trainer)
+        check_same_settings(trainer, self._settings(trainer, pl_module))
         # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
         pl_module.reward_metrics = RewardMetrics(self.scorer.names)
         pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
+
+    def _settings(self, trainer: pl.Trainer, module: PolicyModule) -> dict[str, Any]:
+        """What must be alike on every rank."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        prompts = [prompt.token_ids for prompt in getattr(data, "train_prompts", [])]
+        assert self.scorer is not None
+        return {
+            **{f"model.{name}": value for name, value in module.hparams.items()},
+            "rollout.sampling": self.sampling,
+            "rollout.num_generations": self.num_generations,
+            "rollout.rewards": self.scorer.names,
+            "data.batch_size": getattr(data, "batch_size", None),
+            "number of training prompts": len(prompts),
+            "checksum of the training prompts": zlib.crc32(repr(prompts).encode()),
+            "seed_everything": run_seed(),
+        }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on several ranks stop together."""
+        self._signals.install(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._signals.restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Let rank zero write its files before this rank is seen to have failed."""
+        self._signals.restore()
+        if self._watch is not None and is_joint(trainer, exception):
+            self._watch.linger_at_exit()
 
     def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
         given: Sequence[Reward] | None = self.rewards
@@ -138,8 +182,6 @@ class Rollout(Callback):
             assert batch.completion_mask_BT is not None
             cut = torch.tensor([completion.finish_reason == "length" for completion in batch.completions])
             batch.completion_mask_BT &= ~cut.unsqueeze(1)
-        assert self.scorer is not None
-        self.scorer.stop_if_all_failed()
         self._enter("train")
 
     def on_train_batch_end(
@@ -158,16 +200,23 @@ class Rollout(Callback):
         for metric in metrics:
             values |= metric.compute()
             metric.reset()
-        assert self.scorer is not None
-        values |= {f"rewards/{name}/errors": float(n) for name, n in self.scorer.errors.items() if n}
-        values["num_tokens"] = float(lengths.sum())
+        values |= self._counts(trainer, batch, lengths)
         values["policy_version"] = float(batch.policy_version)
-        if "preempted" in batch.stats:
-            values["rollout/preempted"] = batch.stats["preempted"]
         pl_module.log_dict(values, batch_size=len(batch.prompts))
         if pl_module.guidance_failed and pl_module.recipe.guidance.fallback:
             self._widen_guidance()
         self._enter("idle")
+
+    def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, lengths: torch.Tensor) -> dict[str, float]:
+        """Counts of this step, and of the run for errors, over all ranks."""
+        assert self.scorer is not None
+        own = {"num_tokens": int(lengths.sum()), "rollout/preempted": int(batch.stats.get("preempted", 0))}
+        own |= {f"rewards/{name}/errors": self.scorer.errors[name] for name in self.scorer.names}
+        total = trainer.strategy.reduce(torch.tensor(list(own.values()), device=lengths.device), reduce_op="sum")
+        counts = dict(zip(own, map(float, total.tolist()), strict=True))
+        if "preempted" not in batch.stats:
+            del counts["rollout/preempted"]
+        return {name: count for name, count in counts.items() if count or not name.endswith("/errors")}
 
     def _widen_guidance(self) -> None:
         """The recorded sites do not hold the trainer to the rollout's codes: have all of them recorded from now on."""
@@ -211,9 +260,27 @@ class Rollout(Callback):
         assert self.scorer is not None
         if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
             self._enter("sync")
-            self.engine.load_weights(module.policy.named_parameters(), version=trainer.global_step)
+            self.engine.load_weights(Weights(module.policy), version=trainer.global_step)
             self._synced_at = trainer.global_step
-        synced = time.perf_counter()
+        batch.seconds["sync"] = time.perf_counter() - begin
+        batch.policy_version = self.engine.policy_version
+        error: BaseException | None = None
+        try:
+            self._draw(module, batch, sampling, num_generations, record=record)
+        except (
+            Exception,
+            JointInterrupt,
+            JointTermination,
+        ) as caught:  # the other ranks must hear of it
+            error = caught
+        raise_together(trainer, self._signals.error or error)
+
+    def _draw(
+        self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
+    ) -> None:
+        """Completions and rewards of this rank's prompts; a rank may have none in the last batch of an evaluation."""
+        assert self.scorer is not None
+        begin = time.perf_counter()
         self._enter("rollout")
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
@@ -221,23 +288,32 @@ class Rollout(Callback):
         texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
         batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
-        batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
-        batch.policy_version, batch.guidance = generation.completions[0].policy_version, generation.guidance
-        batch.stats = generation.stats
+        if record:
+            self.scorer.stop_if_all_failed()
+        batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
+        batch.guidance, batch.stats = generation.guidance, generation.stats
 
     def _generate(
         self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
     ) -> Generation:
-        was_training = module.training
-        module.eval()
-        generation = self.engine.generate(
-            batch.prompts, sampling, num_samples=num_generations, record_guidance=record, progress=self.progress
-        )
-        module.train(was_training)
+        generation = Generation(completions=[])
+        if batch.prompts:
+            was_training = module.training
+            module.eval()
+            generation = self.engine.generate(
+                batch.prompts, sampling, num_samples=num_generations, record_guidance=record, progress=self._advance
+            )
+            module.train(was_training)
         batch.num_generations, batch.sampling = num_generations, sampling
         pad = module.tokenizer.pad_token_id
         collate_rollout(batch, generation.completions, pad)
         return generation
+
+    def _advance(self, finished: int, total: int) -> None:
+        """Called by the engine between windows of steps."""
+        self._signals.check()
+        if self.progress is not None:
+            self.progress(finished, total)
 
     def state_dict(self) -> dict[str, Any]:
         """Number of rollouts so far, which seeds the next one, and whether guidance has fallen back to all sites."""

@@ -206,13 +206,16 @@ class QATState:
                 setattr(holder, name, value)
 
     @contextmanager
-    def cache_weights(self) -> Iterator[None]:
+    def cache_weights(self, *, keep: bool = True) -> Iterator[None]:
         """Quantise each weight once inside the block. No optimizer step may happen in it.
 
         Leaving it also lets go of the guidance of the last micro-batch, which the layers hold for recomputation.
+
+        Args:
+            keep: off, each forward quantises anew: of a sharded model the cache would hold every layer in full.
         """
         for group in self.groups:
-            group.cached = {}
+            group.cached = {} if keep else None
         try:
             yield
         finally:

@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trace_kernels import BlockFormat
+from trace_lightning.models.sharding import parts_of
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.kv_pool import PagedKV
 
@@ -21,17 +23,32 @@ from trace_lightning.rollout.kv_pool import PagedKV
 class Decoder(ABC):
     """A snapshot of the policy that can run `ForwardBatch`es against a `PagedKV`."""
 
+    model: PreTrainedModel
     kv_formats: list[BlockFormat | None]
     num_kv_heads: int
     head_dim: int
 
-    @abstractmethod
+    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, quantize: bool = True) -> None:
         """Take over weights under their Hugging Face names, in place; `quantize=False` keeps them as they are.
+
+        The `Weights` of a sharded policy are taken layer by layer, so that no more than one is there in full.
 
         Raises:
             ValueError: if a weight that the decoder needs is missing, or one is unknown; nothing is changed then.
         """
+        names, parts = parts_of(weights)
+        check_names(names, self.needed_names(), self.model)
+        for tensors in parts:
+            self.load_part(tensors, quantize=quantize)
+
+    @abstractmethod
+    def needed_names(self) -> set[str]:
+        """Names of all weights that the decoder reads."""
+
+    @abstractmethod
+    def load_part(self, tensors: dict[str, Tensor], *, quantize: bool) -> None:
+        """Copy some of the weights, whole layers of them; the tensors may be gone after this call."""
 
     @abstractmethod
     def kv_outer(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -61,13 +78,13 @@ class Decoder(ABC):
         return ""
 
 
-def check_names(tensors: dict[str, Tensor], needed: set[str], model: PreTrainedModel) -> None:
+def check_names(given: set[str], needed: set[str], model: PreTrainedModel) -> None:
     """Refuse an incomplete or foreign snapshot before any of it is copied: half a sync would be a policy of its own."""
-    missing = needed - set(tensors)
+    missing = needed - given
     if missing:
         raise ValueError(f"weights are missing from the snapshot: {sorted(missing)[:5]} ({len(missing)} in all)")
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    unknown = set(tensors) - needed - known
+    unknown = given - needed - known
     if unknown:
         raise ValueError(
             f"the snapshot has weights that {type(model).__name__} does not know: {sorted(unknown)[:5]} "

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trace_kernels import BlockFormat, get_format
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
+from trace_lightning.models.sharding import Weights
 from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.recorder import (
     GuidanceRecorder,
@@ -193,15 +194,16 @@ class LocalEngine(RolloutEngine):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        tensors = {name: tensor.detach() for name, tensor in weights}
+        if not isinstance(weights, Weights):
+            weights = [(name, tensor.detach()) for name, tensor in weights]
         if self._decoder is None:
             self._build()
             self._timed = False
         if not self._verified:
-            self.decoder.load_weights(tensors.items(), quantize=False)
+            self.decoder.load_weights(weights, quantize=False)
             check_decoder(self.decoder, self._policy, self.dtype)
             self._verified = True
-        self._copy_weights(tensors)
+        self._copy_weights(weights)
         if not self._timed:
             choices = self.decoder.find_crossover()
             if choices != self._choices:  # a snapshot that is built anew chooses the same again
@@ -209,18 +211,19 @@ class LocalEngine(RolloutEngine):
             self._choices, self._timed = choices, True
         self._version = version
 
-    def _copy_weights(self, tensors: dict[str, Tensor]) -> None:
+    def _copy_weights(self, weights: Weights | list[tuple[str, Tensor]]) -> None:
         """Masters to snapshot, and K/V outer scales to the cache: over a thousand launches, so a graph on a GPU."""
 
         def copy() -> None:
-            self.decoder.load_weights(tensors.items())
+            self.decoder.load_weights(weights)
             if self._kv is not None:
                 self._renew_outer(self._kv)
 
-        if not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
+        gathered = isinstance(weights, Weights) and weights.is_sharded  # to other addresses each time
+        if gathered or not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
             copy()
             return
-        masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in tensors.items())
+        masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in weights)
         key = (masters, None if self._kv is None else self._kv.layers[0][0].data.data_ptr())
         if key != self._sync_key:
             self._sync_graph.clear()  # the masters or the cache have moved

@@ -18,7 +18,7 @@ linears and attention run in the compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from trace_kernels.rows import RowRecord, round_rows
 from trace_lightning.models.layout import read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.rollout.batch import ForwardBatch
-from trace_lightning.rollout.decoder import Decoder, check_names
+from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.rollout.snapshot import SnapshotLinear
 from trace_lightning.types import QuantRecipe
@@ -95,19 +95,20 @@ class FusedDecoder(Decoder):
         kv = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six)
         self.kv_formats = [kv if index in wanted else None for index in range(len(layers))]
         self.layers = [self._layer(layer, quantized) for layer in layers]
-        self._outer: list[tuple[Tensor | None, Tensor | None]] = []
+        self._outer: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         self._small: dict[str, Tensor] = {}
         self.final_norm = self._copy_of(body.norm, "weight")
         self.embedding = self._copy_of(body.embed_tokens, "weight")
+        self._embedding_name = f"{self.names[id(body.embed_tokens)]}.weight"
         head: Any = model.get_output_embeddings()
         self._head_name = "" if head.weight is body.embed_tokens.weight else f"{self.names[id(head)]}.weight"
         same = not self._head_name and self.embedding.dtype == dtype
-        self.head = self.embedding if same else torch.zeros_like(head.weight, dtype=dtype, requires_grad=False)
+        self.head = self.embedding if same else _zeros_for(head.weight, dtype)
         for layer in self.layers:
             self._small |= layer.norms
 
     def _copy_of(self, module: nn.Module, field: str) -> Tensor:
-        copy = torch.zeros_like(getattr(module, field), requires_grad=False)
+        copy = _zeros_for(getattr(module, field))
         self._small[f"{self.names[id(module)]}.{field}"] = copy
         return copy
 
@@ -126,9 +127,7 @@ class FusedDecoder(Decoder):
         norms: dict[str, Tensor] = {}
 
         def norm(module: Any) -> Tensor:
-            return norms.setdefault(
-                f"{self.names[id(module)]}.weight", torch.zeros_like(module.weight, requires_grad=False)
-            )
+            return norms.setdefault(f"{self.names[id(module)]}.weight", _zeros_for(module.weight))
 
         activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
         first_of_site = {"attn_in": attn.q_proj, "o_in": attn.o_proj, "mlp_in": mlp.gate_proj, "down_in": mlp.down_proj}
@@ -157,13 +156,15 @@ class FusedDecoder(Decoder):
             },
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, quantize: bool = True) -> None:
-        tensors = dict(weights)
+    def needed_names(self) -> set[str]:
         linears = [linear for layer in self.layers for linear in layer.linears]
         needed = {name for linear in linears for name in linear.weight_names} | set(self._small)
-        check_names(tensors, needed | ({self._head_name} if self._head_name else set()), self.model)
-        outers: list[tuple[Tensor | None, Tensor | None]] = []
-        for layer, fmt in zip(self.layers, self.kv_formats, strict=True):
+        return needed | ({self._head_name} if self._head_name else set())
+
+    def load_part(self, tensors: dict[str, Tensor], *, quantize: bool) -> None:
+        for index, (layer, fmt) in enumerate(zip(self.layers, self.kv_formats, strict=True)):
+            if layer.kv_names["k"] not in tensors:
+                continue
             for linear in layer.linears:
                 linear.load(tensors, quantize=quantize)
             kv = KVWeights(**{field: tensors.get(name) for field, name in layer.kv_names.items()})  # type: ignore[arg-type]
@@ -171,21 +172,22 @@ class FusedDecoder(Decoder):
             outer: tuple[Tensor | None, Tensor | None] = (None, None)
             if fmt is not None:
                 outer = kv_outer_scales(kv, self.num_kv_heads, fmt, rotated=rotated, device=device)
-            outers.append(outer)
-        self._renew_outer(outers)
-        for name, copy in self._small.items():
-            copy.copy_(tensors[name])
-        if self.head is not self.embedding:
-            self.head.copy_(tensors[self._head_name] if self._head_name else self.embedding)
+            self._renew_outer(index, outer)
+        for name in self._small.keys() & tensors.keys():
+            self._small[name].copy_(tensors[name])
+        head = self._head_name or self._embedding_name
+        if self.head is not self.embedding and head in tensors:
+            self.head.copy_(tensors[head])
 
-    def _renew_outer(self, outers: list[tuple[Tensor | None, Tensor | None]]) -> None:
+    def _renew_outer(self, index: int, outer: tuple[Tensor | None, Tensor | None]) -> None:
         """Keep the K/V outer scales where they were, for graphs that read or write them."""
-        for old, new in zip(self._outer, outers, strict=False):
-            for target, source in zip(old, new, strict=True):
-                if target is not None and source is not None:
-                    target.copy_(source)
-        if [o[0] is None for o in self._outer] != [o[0] is None for o in outers]:
-            self._outer = [tuple(None if o is None else o.clone() for o in pair) for pair in outers]  # type: ignore[misc]
+        held = self._outer.get(index)
+        if held is None or (held[0] is None) != (outer[0] is None):
+            self._outer[index] = tuple(None if scale is None else scale.clone() for scale in outer)  # type: ignore[assignment]
+            return
+        for target, source in zip(held, outer, strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
 
     def kv_outer(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         return self._outer[layer]
@@ -239,6 +241,11 @@ class FusedDecoder(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden.to(self.dtype), self.head)
+
+
+def _zeros_for(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for a copy of a parameter; whole, where the parameter itself is cut over ranks."""
+    return torch.zeros(parameter.shape, dtype=dtype or parameter.dtype, device=parameter.device)
 
 
 class _LayerPass:

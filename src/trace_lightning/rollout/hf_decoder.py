@@ -11,7 +11,7 @@ model's own logits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,12 @@ from trace_kernels.compensation import compensated
 from trace_kernels.kv_append import rotate
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.policy import logits_head
+from trace_lightning.models.sharding import is_sharded, plain_twin
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
 from trace_lightning.rollout.batch import ForwardBatch
-from trace_lightning.rollout.decoder import Decoder, check_names
+from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.types import QuantRecipe
 
@@ -70,7 +71,9 @@ class HFDecoder(Decoder):
         from trace_lightning.quantization.qat import install_qat
 
         self.recipe, self.dtype, self.rotated = recipe, dtype, recipe.kv_rotation == "hadamard"
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        # A second model of the same structure; its weights are loaded later.
+        twin = plain_twin(model, next(model.parameters()).device) if is_sharded(model) else copy.deepcopy(model)
+        self.model = twin.requires_grad_(False).eval()
         if not any(isinstance(module, QATLinear) for module in self.model.modules()):
             install_qat(self.model, recipe)
         qat: QATState = self.model.trace_qat  # type: ignore[assignment]
@@ -79,7 +82,10 @@ class HFDecoder(Decoder):
         self.weight_format = get_format(recipe.weights, four_over_six=recipe.four_over_six)
         for group in qat.groups:
             group.weights = None  # the copy holds values that are quantised already
-        _, layers = find_decoder_layers(self.model)
+        prefix, layers = find_decoder_layers(self.model)
+        self.layer_names = [
+            {f"{prefix}.{index}.{name}" for name, _ in layer.named_parameters()} for index, layer in enumerate(layers)
+        ]
         self.attentions = [attention_module(layer) for layer in layers]
         self.norms = [getattr(layer, "input_layernorm", None) for layer in layers]
         config = self.model.config
@@ -88,20 +94,21 @@ class HFDecoder(Decoder):
         wanted = recipe.quantized_layers(len(layers))
         kv = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six)
         self.kv_formats = [kv if index in wanted else None for index in range(len(layers))]
-        self._outer: list[tuple[Tensor | None, Tensor | None]] = []
+        self._outer: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(layers)
         self._head = logits_head(self.model)
 
-    @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, quantize: bool = True) -> None:
-        tensors = dict(weights)
-        own = dict(self.model.named_parameters())
-        check_names(tensors, set(own), self.model)
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
-        # The outer scales come from the masters, so before these are rounded.
-        self._outer = [self._outer_of(index) for index in range(len(self.attentions))]
+    def needed_names(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
+
+    def load_part(self, tensors: dict[str, Tensor], *, quantize: bool) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in tensors:
+                parameter.copy_(tensors[name])
+        renewed = [index for index, names in enumerate(self.layer_names) if names <= tensors.keys()]
+        for index in renewed:  # the outer scales come from the masters, so before these are rounded
+            self._outer[index] = self._outer_of(index)
         if quantize and self.weight_format is not None:
-            for group in {id(g): g for g in self.groups.values()}.values():
+            for group in {id(g): g for g in self.groups.values() if g.layer in renewed}.values():
                 amax = torch.stack([member.weight.abs().amax() for member in group.members]).amax().float()
                 outer = self.weight_format.outer_from_amax(amax.reshape(1, 1))
                 for member in group.members:

@@ -41,7 +41,7 @@ def collate_rollout(batch: RolloutBatch, completions: list[Completion], pad_toke
     """
     batch.completions = completions
     rows = [(prompt.token_ids, completion) for prompt, completion in batch.sequences()]
-    longest = max(len(prompt) + len(completion.token_ids) for prompt, completion in rows)
+    longest = max((len(prompt) + len(completion.token_ids) for prompt, completion in rows), default=0)
     batch.token_ids_BT = torch.full((len(rows), longest), pad_token_id)
     batch.completion_mask_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
     batch.rollout_logprobs_BT = torch.zeros(len(rows), longest)

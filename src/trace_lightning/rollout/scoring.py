@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import final_hidden, logits_head
+from trace_lightning.models.sharding import as_forward
 from trace_lightning.quantization.rounding import GuidedRounding, Rounding
 from trace_lightning.rl.logprobs import token_and_topk_logprobs
 from trace_lightning.rollout.microbatch import MicroBatch
@@ -43,6 +44,12 @@ def score_all(
     """
     if rounding is None and micro.guidance is not None:
         rounding = GuidedRounding(micro.guidance)
+    return Scores(*as_forward(policy, _score, policy, micro, temperature, rounding))
+
+
+def _score(
+    policy: PreTrainedModel, micro: MicroBatch, temperature: float, rounding: Rounding | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     hidden_BTD = final_hidden(policy, micro.token_ids_BT[:, :-1], rounding)
     predicted_BT = micro.mask_BT[:, 1:]
     targets_N, topk_NK = micro.token_ids_BT[:, 1:][predicted_BT], micro.topk_ids_NK
@@ -57,7 +64,7 @@ def score_all(
     if not len(logprobs_N):  # an empty micro-batch still needs a path to every parameter
         logprobs_N = logprobs_N + hidden_BTD.sum() * 0
     zeros = torch.zeros(micro.mask_BT.shape, dtype=torch.float32, device=micro.mask_BT.device)
-    return Scores(
+    return (
         zeros.masked_scatter(micro.mask_BT, logprobs_N),
         zeros.masked_scatter(micro.mask_BT, entropy_N),
         None if topk_NK is None else spread(topk_logprobs_NK, micro.mask_BT),

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import final_hidden
+from trace_lightning.models.sharding import as_forward
 from trace_lightning.quantization.qat import QATState
 from trace_lightning.rollout.batch import PrefillBatch, Segment
 from trace_lightning.rollout.decoder import Decoder
@@ -44,7 +45,8 @@ def check_decoder(decoder: Decoder, policy: PreTrainedModel, dtype: torch.dtype)
         ours = decoder.forward(batch, kv).float()
         stack.enter_context(torch.autocast(embedding.device.type, dtype, enabled=dtype != embedding.dtype))
         was_training = policy.training
-        theirs = final_hidden(policy.eval(), ids.unsqueeze(0))[:, -1].float()
+        policy.eval()
+        theirs = as_forward(policy, lambda: final_hidden(policy, ids.unsqueeze(0)))[:, -1].float()
         policy.train(was_training)
     error = ((ours - theirs).norm() / theirs.norm()).item()
     limit = 1e-3 if dtype == torch.float32 else 5e-2

@@ -1,0 +1,59 @@
+"""`--trainer.strategy fsdp2`: Lightning's ModelParallelStrategy as this library uses it.
+
+By default that strategy splits every layer over the GPUs of a node (tensor parallelism) and writes a checkpoint as a
+folder of shards. Here all ranks share one data-parallel dimension, and a checkpoint is one file of whole, plain
+tensors, which every other strategy and number of ranks opens.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout  # type: ignore[attr-defined]
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Weights, gradients and optimizer states cut over all ranks by `fully_shard`, layer by layer.
+
+    Args:
+        process_group_backend: `nccl` or `gloo`; default: what suits the device.
+        timeout: how long a rank waits for the others in a collective.
+    """
+
+    def __init__(
+        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    def setup_environment(self) -> None:
+        """Start the process group with one data-parallel dimension over all ranks."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+
+def check_strategy(trainer: pl.Trainer) -> None:
+    """Refuse what this library cannot run or resume.
+
+    Raises:
+        ValueError: tensor parallelism, or checkpoints as folders of shards.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
+        return
+    if strategy._tensor_parallel_size != 1 or strategy._save_distributed_checkpoint:
+        raise ValueError(
+            "trainer.strategy=ModelParallelStrategy splits single layers over GPUs and writes shards by default, and "
+            "neither is supported: use trainer.strategy=fsdp2, or set tensor_parallel_size=1 and "
+            "save_distributed_checkpoint=false"
+        )
+
+
+if "fsdp2" not in StrategyRegistry:
+    StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks (trace-lightning)")

@@ -1,0 +1,83 @@
+"""Two ranks are one process with the same global batch: completions, parameters and metrics, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from trace_lightning.models.policy import load_tokenizer
+
+from . import launch, worker
+
+# FP32: the ranks' sums are added in another order than one process adds its sequences.
+TOLERANCE = 1e-6
+LOCAL = ("timing/", "throughput/", "guidance/share_of_rollout_time")  # seconds are not alike from run to run
+
+
+def run(folder: Path, variant: str, path: str, *kinds: str) -> dict[str, list[dict[str, Any]]]:
+    """What each rank left, by strategy; `one` is the single process."""
+    folder.mkdir(exist_ok=True)
+    worker.equality(folder, variant, path, "auto")
+    launch.run_worker("equality", 2, folder, variant, path, *kinds)
+    left = {kind: [torch.load(folder / f"{kind}_{rank}.pt") for rank in (0, 1)] for kind in kinds}
+    return left | {"one": [torch.load(folder / "auto_0.pt")]}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    return run(tmp_path_factory.mktemp("plain"), "plain", "builtin:tiny-qwen3", "ddp", "fsdp2")
+
+
+def check_same(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    assert one["drawn"].keys() == set(range(worker.STEPS))
+    for step, drawn in one["drawn"].items():
+        first, second = (rank["drawn"][step] for rank in ranks)
+        assert not first.keys() & second.keys()
+        assert first | second == drawn
+    for name, value in one["state"].items():
+        for rank in ranks:
+            torch.testing.assert_close(rank["state"][name], value, atol=TOLERANCE, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_ranks_are_one_process(plain, kind: str) -> None:
+    """Same completions token by token, same parameters after three steps; and they did move."""
+    check_same(plain["one"][0], plain[kind])
+    start = tiny_start()
+    moved = max((plain["one"][0]["state"][name] - value).abs().max() for name, value in start.items())
+    assert moved > 100 * TOLERANCE
+
+
+def tiny_start() -> dict[str, torch.Tensor]:
+    module = worker.Sgd(path="builtin:tiny-qwen3", recipe=worker.GUIDED)
+    module.configure_model()
+    return worker.full_state(module)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_metrics_are_those_of_the_union(plain, kind: str) -> None:
+    """On both ranks, at each step and in the validation, whose last batch leaves rank one without a prompt."""
+    whole = plain["one"][0]["metrics"]
+    assert whole[-1].keys() >= {"heldout/reward", "heldout/mean_length"}
+    for rank in plain[kind]:
+        assert len(rank["metrics"]) == len(whole)
+        for mine, reference in zip(rank["metrics"], whole, strict=True):
+            assert mine.keys() == reference.keys()
+            for name, value in reference.items():
+                if not name.startswith(LOCAL):
+                    assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_untied_heads_frozen_parts_recomputation_and_the_other_decoder(tmp_path) -> None:
+    """FSDP2 with all that could be gathered wrongly: a head of its own, groups in which nothing is trained, ..."""
+    path = tmp_path / "llama"
+    tokenizer = load_tokenizer("builtin:tiny-qwen3")
+    tiny.make_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    left = run(tmp_path / "runs", "hard", str(path), "fsdp2", "ddp")
+    check_same(left["one"][0], left["fsdp2"])
+    check_same(left["one"][0], left["ddp"])

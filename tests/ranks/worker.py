@@ -1,0 +1,124 @@
+"""What one rank does in the tests of several processes: `python worker.py FUNCTION FOLDER [ARGUMENT ...]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from trace_lightning.callbacks import Rollout
+from trace_lightning.data import PromptDataModule
+from trace_lightning.models.sharding import whole
+from trace_lightning.module import PolicyModule
+from trace_lightning.rollout.engine import LocalEngine
+from trace_lightning.tasks import TwoDigitAddition
+from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
+
+W4A4KV4 = {"weights": "nvfp4", "activations": "nvfp4", "kv_cache": "nvfp4"}
+# Every code is audited, so that the audit is a sum over the same sequences however they are spread.
+GUIDED = QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="parity", audit_sequences=1000))
+GLOBAL_BATCH, STEPS = 8, 3
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # Lightning removes it at the end of its first run
+
+
+class Sgd(PolicyModule):
+    """Plain SGD: the update is the gradient, so updates can be compared."""
+
+    def configure_optimizers(self):
+        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=self.learning_rate)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)}
+
+
+class PartlyFrozen(Sgd):
+    """The embedding and the first layer's MLP are not trained."""
+
+    def configure_model(self):
+        if self.policy is None:
+            load, mesh = self._device_mesh, None
+            self._device_mesh = mesh  # freeze before the policy is cut over ranks, as a user's subclass would
+            super().configure_model()
+            self._device_mesh = load
+            self.policy.get_input_embeddings().weight.requires_grad_(False)
+            self.policy.model.layers[0].mlp.requires_grad_(False)
+            self.shard()
+
+
+class Keep(Callback):
+    """Keeps the completions and metrics of every step of this rank."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, dict[int, list[list[int]]]] = {}
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        texts: dict[int, list[list[int]]] = {}
+        for prompt, completion in batch.sequences():
+            texts.setdefault(prompt.uid, []).append(completion.token_ids)
+        self.drawn[batch.policy_version] = texts
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_validation_end(self, trainer, pl_module):
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=kind if WORLD_SIZE > 1 else "auto",
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=list(callbacks),
+        **({"max_steps": STEPS} | quiet | settings),
+    )
+
+
+def make_data(**settings: Any) -> PromptDataModule:
+    per_rank = {"batch_size": GLOBAL_BATCH // WORLD_SIZE, "eval_batch_size": 4 // WORLD_SIZE}
+    return PromptDataModule(TwoDigitAddition(), **(per_rank | {"heldout_size": 9} | settings))
+
+
+def make_rollout(**settings: Any) -> Rollout:
+    return Rollout(**({"num_generations": 4, "sampling": SamplingParams(max_new_tokens=5)} | settings))
+
+
+def full_state(module: PolicyModule) -> dict[str, torch.Tensor]:
+    return {name: whole(value).detach().clone() for name, value in module.policy.named_parameters()}
+
+
+VARIANTS: dict[str, tuple[type[PolicyModule], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Sgd, {}, {}),
+    # Another decoder, an untied head, frozen parameters, recomputed layers.
+    "hard": (PartlyFrozen, {"gradient_checkpointing": True}, {"engine": LocalEngine(decoder="hf")}),
+}
+
+
+def equality(folder: Path, variant: str, path: str, *kinds: str) -> None:
+    """Three optimizer steps and a validation under each strategy; leaves parameters, completions and metrics."""
+    for kind in kinds:
+        pl.seed_everything(0)
+        cls, of_module, of_rollout = VARIANTS[variant]
+        keep = Keep()
+        module = cls(path=path, recipe=GUIDED, learning_rate=1e-2, max_tokens_per_microbatch=64, **of_module)
+        trainer = make_trainer(kind, make_rollout(**of_rollout), keep)
+        data = make_data()
+        trainer.fit(module, data)
+        trainer.validate(module, data, verbose=False)
+        found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
+        torch.save(found, folder / f"{kind}_{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
