@@ -212,7 +212,9 @@ def main() -> None:
     except (ValueError, ImportError) as error:
         if os.environ.get("TRACE_LIGHTNING_DEBUG"):
             raise
-        if not (isinstance(error, RankError) and rank_zero_only.rank):  # what all ranks met, one of them says
+        if not (
+            isinstance(error, RankError) and getattr(rank_zero_only, "rank", 0)
+        ):  # what all ranks met, one of them says
             print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
         sys.exit(2)
     except SIGTERMException:  # a SystemExit without a code: a cluster would take the job for finished

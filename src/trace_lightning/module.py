@@ -408,7 +408,6 @@ class PolicyModule(pl.LightningModule):
 
 def _check_trainer(trainer: pl.Trainer) -> None:
     """Refuse strategies that are not supported and flags that manual optimisation would not honour."""
-    check_strategy(trainer)
     if str(trainer.precision) == "16-mixed":
         raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
     if trainer.gradient_clip_val:
@@ -418,3 +417,4 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             "trainer.accumulate_grad_batches is not used here: a rollout is cut by model.max_tokens_per_microbatch, "
             "and its size is data.batch_size x rollout.num_generations"
         )
+    check_strategy(trainer)

@@ -1,15 +1,22 @@
-"""Starts a worker script as N ranks that talk over gloo, as a launcher of Lightning, torchrun or SLURM would."""
+"""Starts N ranks that talk over gloo, as Lightning, torchrun or SLURM would, without importing everything N times.
+
+A fork server imports the library once; each rank is a fork of it, with the environment variables of its rank.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("worker.py")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["ranks.worker"])
 
 
 def free_port() -> int:
@@ -18,49 +25,57 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What tells Lightning that its processes exist already."""
+def _rank(rank: int, world_size: int, port: int, log: Path, function: Callable[..., None], arguments: Any) -> None:
+    """The main function of a rank: its environment, its log, and the exit code of what it was asked to do."""
+    file = log.open("a")
+    for stream in (1, 2):
+        os.dup2(file.fileno(), stream)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    fixed = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return os.environ | fixed | {name: str(value) for name, value in ranks.items()}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    code = 1
+    try:
+        function(*arguments)
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def start(arguments: list[str], world_size: int, folder: Path) -> list[subprocess.Popen[str]]:
+def start(function: Callable[..., None], world_size: int, folder: Path, *arguments: Any) -> list[BaseProcess]:
     """The ranks, running; rank r writes to `rank<r>.log` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
     for rank in range(world_size):
-        with (folder / f"rank{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments],
-                    env=environment(rank, world_size, port),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+        log = folder / f"rank{rank}.log"
+        process = _CONTEXT.Process(target=_rank, args=(rank, world_size, port, log, function, arguments))
+        process.start()
+        processes.append(process)
     return processes
 
 
-def finish(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 240) -> list[int]:
-    """Exit codes of the ranks; all are ended if one of them takes too long."""
-    try:
-        return [process.wait(timeout) for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"a rank hangs:\n{logs(folder)}") from error
-    finally:
-        for process in processes:
-            process.kill()
+def finish(processes: list[BaseProcess], folder: Path, timeout: float = 200) -> list[int | None]:
+    """Exit codes of the ranks (negative: the signal); all are ended if one of them takes too long."""
+    for process in processes:
+        process.join(timeout)
+    hangs = [process for process in processes if process.is_alive()]
+    for process in hangs:
+        process.kill()
+        process.join()
+    assert not hangs, f"a rank hangs:\n{logs(folder)}"
+    return [process.exitcode for process in processes]
 
 
 def logs(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("rank*.log")))
 
 
-def run_worker(name: str, world_size: int, folder: Path, *arguments: str) -> None:
-    """Run a function of worker.py on all ranks; it must succeed on each."""
-    processes = start([str(WORKER), name, str(folder), *arguments], world_size, folder)
-    codes = finish(processes, folder)
+def run(function: Callable[..., None], world_size: int, folder: Path, *arguments: Any) -> None:
+    """Run `function(*arguments)` on all ranks; it must succeed on each."""
+    codes = finish(start(function, world_size, folder, *arguments), folder)
     assert codes == [0] * world_size, logs(folder)

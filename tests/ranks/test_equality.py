@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import tiny
+from ranks import launch, worker
 from trace_lightning.models.policy import load_tokenizer
-
-from . import launch, worker
 
 # FP32: the ranks' sums are added in another order than one process adds its sequences.
 TOLERANCE = 1e-6
@@ -22,7 +21,7 @@ def run(folder: Path, variant: str, path: str, *kinds: str) -> dict[str, list[di
     """What each rank left, by strategy; `one` is the single process."""
     folder.mkdir(exist_ok=True)
     worker.equality(folder, variant, path, "auto")
-    launch.run_worker("equality", 2, folder, variant, path, *kinds)
+    launch.run(worker.equality, 2, folder, folder, variant, path, *kinds)
     left = {kind: [torch.load(folder / f"{kind}_{rank}.pt") for rank in (0, 1)] for kind in kinds}
     return left | {"one": [torch.load(folder / "auto_0.pt")]}
 

@@ -1,14 +1,10 @@
-"""What one rank does in the tests of several processes: `python worker.py FUNCTION FOLDER [ARGUMENT ...]`."""
+"""What one rank does in the tests of several processes, and what they are compared with in the test's own."""
 
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +22,6 @@ W4A4KV4 = {"weights": "nvfp4", "activations": "nvfp4", "kv_cache": "nvfp4"}
 # Every code is audited, so that the audit is a sum over the same sequences however they are spread.
 GUIDED = QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="parity", audit_sequences=1000))
 GLOBAL_BATCH, STEPS = 8, 3
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # Lightning removes it at the end of its first run
 
 
 class Sgd(PolicyModule):
@@ -70,12 +65,18 @@ class Keep(Callback):
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
+def world_size() -> int:
+    if torch.distributed.is_initialized():  # Lightning removes the variable at the end of its first run
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return pl.Trainer(
         accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=kind if WORLD_SIZE > 1 else "auto",
+        devices=world_size(),
+        strategy=kind if world_size() > 1 else "auto",
         enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=list(callbacks),
@@ -84,7 +85,7 @@ def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer
 
 
 def make_data(**settings: Any) -> PromptDataModule:
-    per_rank = {"batch_size": GLOBAL_BATCH // WORLD_SIZE, "eval_batch_size": 4 // WORLD_SIZE}
+    per_rank = {"batch_size": GLOBAL_BATCH // world_size(), "eval_batch_size": 4 // world_size()}
     return PromptDataModule(TwoDigitAddition(), **(per_rank | {"heldout_size": 9} | settings))
 
 
@@ -116,9 +117,3 @@ def equality(folder: Path, variant: str, path: str, *kinds: str) -> None:
         trainer.validate(module, data, verbose=False)
         found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
         torch.save(found, folder / f"{kind}_{trainer.global_rank}.pt")
-
-
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

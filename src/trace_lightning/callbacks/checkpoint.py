@@ -91,11 +91,16 @@ class RunCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save what was learned since the last checkpoint."""
-        if trainer.state.fn != "fit" or self._settled is None or self._saved_at == trainer.global_step:
+        if trainer.state.fn != "fit" or self._settled is None:
             return
         if not is_joint(trainer, exception):
             # Saving is a collective, and the other ranks are still elsewhere: they would wait for each other for ever.
-            log.warning("rank %d failed: no checkpoint newer than step %d", trainer.global_rank, self._saved_at)
+            what = f"{type(exception).__name__}: {str(exception).partition(chr(10))[0]}"
+            log.error("rank %d failed by itself: %s", trainer.global_rank, what)
+            if self.path is not None and self.path.exists():
+                log.error("the last checkpoint is that of step %d: --ckpt_path %s", self._saved_at, self.path)
+            return
+        if self._saved_at == trainer.global_step:
             return
         self._incomplete = True
         self._save(trainer)
