@@ -31,6 +31,7 @@ from trace_lightning.metrics import (
     audit_metrics,
     inner_step_metrics,
 )
+from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
@@ -238,8 +239,9 @@ class PolicyModule(pl.LightningModule):
         old = torch.zeros(batch.token_ids_BT.shape, device=self.device)
         for indices in self._plan(batch, list(range(len(batch.completions)))):
             micro = take(batch, indices, self.device)
+            # An empty one too: every rank has to gather the layers of a sharded policy.
+            logprobs, _ = score(self.policy, micro, temperature=batch.sampling.temperature)
             if indices:
-                logprobs, _ = score(self.policy, micro, temperature=batch.sampling.temperature)
                 old[torch.tensor(indices, device=self.device), : logprobs.shape[1]] = logprobs
         return old
 
@@ -369,33 +371,30 @@ class PolicyModule(pl.LightningModule):
             )
 
     def on_validation_epoch_start(self) -> None:
-        self._evaluated = torch.zeros(2, 2, dtype=torch.float64)
+        self._means = RankMeans()
 
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Held-out reward under the rollout policy (sampled, as in training)."""
+        self._evaluate(batch, "heldout")
+
+    def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """As `validation_step`, under `test/`."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: RolloutBatch, prefix: str) -> None:
         if batch.rewards_B is None:
             raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
         scored = batch.rewards_B[~batch.rewards_B.isnan()]
-        lengths = sum(len(completion.token_ids) for completion in batch.completions)
-        sums = [[float(scored.double().sum()), len(scored)], [lengths, len(batch.completions)]]
-        self._evaluated += torch.tensor(sums, dtype=torch.float64)
-
-    test_step = validation_step
+        lengths = torch.tensor([float(len(c.token_ids)) for c in batch.completions])
+        self._means.add(f"{prefix}/reward", float(scored.mean()), len(scored))
+        self._means.add(f"{prefix}/mean_length", float(lengths.mean()), len(lengths))
 
     def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("heldout")
+        self.log_dict(self._means.compute())
 
-    def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, prefix: str) -> None:
-        """Means over all ranks; a rank may have had no prompt of the last batch, or no scored one."""
-        sums = self.trainer.strategy.reduce(self._evaluated.to(self.device), reduce_op="sum")
-        for name, (total, count) in zip(("reward", "mean_length"), sums.tolist(), strict=True):
-            if count:
-                self.log(f"{prefix}/{name}", total / count)
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Prompt, completion and reward of each sequence."""

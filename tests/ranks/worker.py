@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from trace_lightning.callbacks import Rollout
+from trace_lightning.callbacks import Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
 from trace_lightning.models.sharding import whole
 from trace_lightning.module import PolicyModule
@@ -117,3 +119,67 @@ def equality(folder: Path, variant: str, path: str, *kinds: str) -> None:
         trainer.validate(module, data, verbose=False)
         found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
         torch.save(found, folder / f"{kind}_{trainer.global_rank}.pt")
+
+
+class Coin:
+    """A reward that draws from Python's generator, of which each rank has its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.act = lambda: None
+
+    def __call__(self, completion: str, problem: Any) -> float:
+        self.calls += 1
+        self.act()
+        return random.random() + len(completion)
+
+
+class Acts(Callback):
+    """Does something once, on one rank, at one point of the step that starts at `at` optimizer steps."""
+
+    def __init__(self, point: str, victim: int, at: int = 1) -> None:
+        self.point, self.victim, self.at = point, victim, at
+        self.trainer: pl.Trainer | None = None
+        self.signal = signal.SIGTERM if point == "sigterm" else signal.SIGKILL
+
+    def do(self, point: str) -> None:
+        if point == self.point and self.trainer is not None and self.trainer.global_rank == self.victim:
+            os.kill(os.getpid(), self.signal)
+
+    def attach(self, rollout: Rollout, coin: Coin) -> None:
+        def now() -> bool:
+            return self.trainer is not None and self.trainer.global_step == self.at
+
+        rollout.progress = lambda finished, total: now() and (self.do("rollout"), self.do("sigterm"))
+        coin.act = lambda: now() and self.do("reward")
+
+    def on_train_start(self, trainer, pl_module):
+        self.trainer = trainer
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.at:
+            self.do("update")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.at + 1:
+            self.do("after")
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if trainer.global_step == self.at + 1 and self.point == "write":
+            fsync = os.fsync
+            os.fsync = lambda number: self.do("write") or fsync(number)
+
+
+def drill(folder: Path, name: str, kind: str, point: str, victim: int, checkpoint: str | None) -> None:
+    """Three steps with a checkpoint after each; something may happen in the second, or a checkpoint be resumed."""
+    pl.seed_everything(0)
+    random.seed(100 + int(os.environ["RANK"]) if checkpoint is None else 7)
+    coin, keep = Coin(), Keep()
+    rollout, acts = make_rollout(rewards=[coin.__call__]), Acts(point, victim)
+    acts.attach(rollout, coin)
+    module = PolicyModule(path="builtin:tiny-qwen3", recipe=GUIDED, learning_rate=1e-3, warmup_steps=3)
+    callbacks = [acts, rollout, keep, RunCheckpoint(every_n_steps=1)]
+    trainer = make_trainer(kind, *callbacks, enable_checkpointing=True, default_root_dir=folder / name)
+    trainer.fit(module, make_data(), ckpt_path=checkpoint)
+    found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
+    torch.save(found, folder / f"{name}_{trainer.global_rank}.pt")

@@ -23,7 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -80,6 +81,21 @@ def raise_together(trainer: pl.Trainer, error: BaseException | None) -> None:
     if error is not None and not isinstance(error, ValueError):
         log.error("rank %d failed", trainer.global_rank, exc_info=error)
     raise RankError(_join(texts, trainer.world_size)) from error
+
+
+@contextmanager
+def together(trainer: pl.Trainer, signals: StopSignals) -> Iterator[None]:
+    """Block without collectives whose error on one rank, or a signal, is raised on all at its end; itself collective.
+
+    Raises:
+        RankError, JointInterrupt, JointTermination: as `raise_together`.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except (Exception, JointInterrupt, JointTermination) as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    raise_together(trainer, signals.error or error)
 
 
 def _join(texts: Mapping[int, str], world_size: int) -> str:

@@ -22,13 +22,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from trace_lightning.callbacks.ranks import (
-    JointInterrupt,
-    JointTermination,
     ParentWatch,
     StopSignals,
     check_same_settings,
     is_joint,
-    raise_together,
+    together,
 )
 from trace_lightning.data import run_seed
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
@@ -176,7 +174,10 @@ class Rollout(Callback):
         """Fill the batch; `training_step` receives the same object."""
         seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + self._rollouts
         sampling = dataclasses.replace(self.sampling, seed=seed)
-        self._fill(trainer, pl_module, batch, sampling, self.num_generations, record=True)
+        with together(trainer, self._signals):
+            self._fill(trainer, pl_module, batch, sampling, self.num_generations, record=True)
+            assert self.scorer is not None
+            self.scorer.stop_if_all_failed()
         self._rollouts += 1
         if self.mask_truncated_completions:
             assert batch.completion_mask_BT is not None
@@ -230,7 +231,8 @@ class Rollout(Callback):
             self.on_phase(phase)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
-        self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
+        with together(trainer, self._signals):
+            self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
@@ -262,25 +264,7 @@ class Rollout(Callback):
             self._enter("sync")
             self.engine.load_weights(Weights(module.policy), version=trainer.global_step)
             self._synced_at = trainer.global_step
-        batch.seconds["sync"] = time.perf_counter() - begin
-        batch.policy_version = self.engine.policy_version
-        error: BaseException | None = None
-        try:
-            self._draw(module, batch, sampling, num_generations, record=record)
-        except (
-            Exception,
-            JointInterrupt,
-            JointTermination,
-        ) as caught:  # the other ranks must hear of it
-            error = caught
-        raise_together(trainer, self._signals.error or error)
-
-    def _draw(
-        self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
-    ) -> None:
-        """Completions and rewards of this rank's prompts; a rank may have none in the last batch of an evaluation."""
-        assert self.scorer is not None
-        begin = time.perf_counter()
+        synced = time.perf_counter()
         self._enter("rollout")
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
@@ -288,22 +272,23 @@ class Rollout(Callback):
         texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
         batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
-        if record:
-            self.scorer.stop_if_all_failed()
-        batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
+        batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
+        batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)
         batch.guidance, batch.stats = generation.guidance, generation.stats
 
     def _generate(
         self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
     ) -> Generation:
         generation = Generation(completions=[])
-        if batch.prompts:
+        if batch.prompts:  # a rank may have none in the last batch of an evaluation
             was_training = module.training
             module.eval()
             generation = self.engine.generate(
                 batch.prompts, sampling, num_samples=num_generations, record_guidance=record, progress=self._advance
             )
             module.train(was_training)
+        elif not getattr(self.engine, "keep_snapshot", True):
+            self.engine.release()  # type: ignore[attr-defined]  # as `generate` does: ranks must agree on what to sync
         batch.num_generations, batch.sampling = num_generations, sampling
         pad = module.tokenizer.pad_token_id
         collate_rollout(batch, generation.completions, pad)
