@@ -31,7 +31,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trace_lightning import rl, tasks  # noqa: F401  short names
@@ -43,7 +42,6 @@ from trace_lightning.callbacks import (
     RunCheckpoint,
     RunSummary,
 )
-from trace_lightning.callbacks.ranks import RankError
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
 from trace_lightning.rl import AdvantageEstimator, Correction, PolicyLoss
@@ -212,9 +210,7 @@ def main() -> None:
     except (ValueError, ImportError) as error:
         if os.environ.get("TRACE_LIGHTNING_DEBUG"):
             raise
-        if not (
-            isinstance(error, RankError) and getattr(rank_zero_only, "rank", 0)
-        ):  # what all ranks met, one of them says
+        if getattr(error, "is_mine_to_say", True):
             print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
         sys.exit(2)
     except SIGTERMException:  # a SystemExit without a code: a cluster would take the job for finished

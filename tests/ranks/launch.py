@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["ranks.worker"])
+_CONTEXT.set_forkserver_preload(["trace_lightning.cli", "torch.distributed.fsdp"])  # installed, so found by the server
 
 
 def free_port() -> int:

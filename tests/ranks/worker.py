@@ -26,6 +26,13 @@ GUIDED = QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="parity", audit_seq
 GLOBAL_BATCH, STEPS = 8, 3
 
 
+class FewSums(TwoDigitAddition):
+    """No time is lost on prompts that a test never comes to."""
+
+    def train_problems(self):
+        return list(super().train_problems())[:64]
+
+
 class Sgd(PolicyModule):
     """Plain SGD: the update is the gradient, so updates can be compared."""
 
@@ -88,7 +95,7 @@ def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer
 
 def make_data(**settings: Any) -> PromptDataModule:
     per_rank = {"batch_size": GLOBAL_BATCH // world_size(), "eval_batch_size": 4 // world_size()}
-    return PromptDataModule(TwoDigitAddition(), **(per_rank | {"heldout_size": 9} | settings))
+    return PromptDataModule(FewSums(), **(per_rank | {"heldout_size": 9} | settings))
 
 
 def make_rollout(**settings: Any) -> Rollout:

@@ -40,7 +40,11 @@ _NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class RankError(ValueError):
-    """An error of one rank or more, raised on every rank at the same point."""
+    """An error of one rank or more, raised on every rank at the same point; one of them should print it."""
+
+    def __init__(self, message: str, *, is_mine_to_say: bool) -> None:
+        super().__init__(message)
+        self.is_mine_to_say = is_mine_to_say
 
 
 class JointInterrupt(KeyboardInterrupt):
@@ -80,7 +84,7 @@ def raise_together(trainer: pl.Trainer, error: BaseException | None) -> None:
         raise max((stops[what[0]] for what in met if what), key=lambda kind: kind is JointTermination)()
     if error is not None and not isinstance(error, ValueError):
         log.error("rank %d failed", trainer.global_rank, exc_info=error)
-    raise RankError(_join(texts, trainer.world_size)) from error
+    raise RankError(_join(texts, trainer.world_size), is_mine_to_say=trainer.is_global_zero) from error
 
 
 @contextmanager
@@ -124,7 +128,8 @@ def check_same_settings(trainer: pl.Trainer, settings: Mapping[str, Any]) -> Non
             if found[0].get(name) != other.get(name):
                 raise RankError(
                     f"the ranks were started with different settings: {name} is {found[0].get(name)} on rank 0 and "
-                    f"{other.get(name)} on rank {rank}. Start every rank with the same configuration and data."
+                    f"{other.get(name)} on rank {rank}. Start every rank with the same configuration and data.",
+                    is_mine_to_say=trainer.is_global_zero,
                 )
 
 
