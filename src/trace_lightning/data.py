@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trace_lightning.ranks import together
+from trace_lightning.rollout.balance import deal
 from trace_lightning.tasks.base import Task
 from trace_lightning.types import Problem, Prompt, RolloutBatch
 
@@ -61,9 +63,10 @@ class PromptLoader:
             order = torch.randperm(len(self.prompts), generator=generator).tolist()
         while self.position < len(self):
             start = self.position * self.batch_size * self.world_size
-            chosen = order[start : start + self.batch_size * self.world_size][self.rank :: self.world_size]
+            chosen = order[start : start + self.batch_size * self.world_size]
+            shares = deal([len(self.prompts[i].token_ids) for i in chosen], self.world_size)
             self.position += 1
-            yield RolloutBatch(prompts=[self.prompts[i] for i in chosen])
+            yield RolloutBatch(prompts=[self.prompts[chosen[i]] for i in shares[self.rank]])
 
     def state_dict(self) -> dict[str, int]:
         """Epoch and batches already handed out."""
@@ -115,6 +118,10 @@ class PromptDataModule(pl.LightningDataModule):
         Raises:
             ValueError: no problems, fewer than one batch, or an overlong prompt under `error`.
         """
+        with together(self.trainer):  # type: ignore[arg-type]
+            self._setup(stage)
+
+    def _setup(self, stage: str) -> None:
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
         limit = self.max_prompt_length or self._context_left()
         problems = list(self.task.heldout_problems())[: self.heldout_size]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,10 +33,11 @@ from trace_lightning.metrics import (
     inner_step_metrics,
 )
 from trace_lightning.metrics.tally import RankMeans
-from trace_lightning.models.policy import load_policy, load_tokenizer
+from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.guidance import Key, MismatchCounts
+from trace_lightning.ranks import together
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.corrections import Correction, apply_corrections
 from trace_lightning.rl.losses import GRPO, GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
@@ -164,6 +166,17 @@ class PolicyModule(pl.LightningModule):
         """Cut the policy over the ranks, where the strategy is FSDP2."""
         if self.device_mesh is not None and self.policy is not None:
             shard_policy(self.policy, self.device_mesh["data_parallel"])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model, on every rank."""
+        if "state_dict" in checkpoint and self._trainer is not None:
+            self.check_weights(checkpoint["state_dict"])
+
+    def check_weights(self, stored: Mapping[str, Tensor]) -> None:
+        """Raise on every rank if these weights, of a checkpoint, are another model's."""
+        assert self.policy is not None
+        with together(self.trainer):
+            check_same_model(stored, self.policy, self.path)
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, stepped once per optimizer step."""

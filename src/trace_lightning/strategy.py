@@ -8,8 +8,11 @@ tensors, which every other strategy and number of ranks opens.
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 
@@ -36,6 +39,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Start the process group with one data-parallel dimension over all ranks."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, after a look at whether it is this model's: here the weights are loaded before any hook is called."""
+        path = Path(self.broadcast(checkpoint_path))
+        check = getattr(self.lightning_module, "check_weights", None)
+        if check is not None and path.is_file():
+            check(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"])
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
 
 def check_strategy(trainer: pl.Trainer) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from trace_lightning.callbacks import Rollout, RunCheckpoint
+from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
 from trace_lightning.models.sharding import whole
 from trace_lightning.module import PolicyModule
@@ -31,6 +34,14 @@ class FewSums(TwoDigitAddition):
 
     def train_problems(self):
         return list(super().train_problems())[:64]
+
+
+class UnevenSums(FewSums):
+    """Every second prompt is many times as long as the others."""
+
+    def train_problems(self):
+        problems = super().train_problems()
+        return [replace(p, prompt=str(p.prompt) * (1 + 4 * (i % 2))) for i, p in enumerate(problems)]
 
 
 class Sgd(PolicyModule):
@@ -95,7 +106,7 @@ def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer
 
 def make_data(**settings: Any) -> PromptDataModule:
     per_rank = {"batch_size": GLOBAL_BATCH // world_size(), "eval_batch_size": 4 // world_size()}
-    return PromptDataModule(FewSums(), **(per_rank | {"heldout_size": 9} | settings))
+    return PromptDataModule(**({"task": FewSums(), "heldout_size": 9} | per_rank | settings))
 
 
 def make_rollout(**settings: Any) -> Rollout:
@@ -190,3 +201,144 @@ def drill(folder: Path, name: str, kind: str, point: str, victim: int, checkpoin
     trainer.fit(module, make_data(), ckpt_path=checkpoint)
     found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
     torch.save(found, folder / f"{name}_{trainer.global_rank}.pt")
+
+
+class OutOfPages(LocalEngine):
+    """Fails in the second rollout of rank one."""
+
+    calls = 0
+
+    def generate(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 2 and torch.distributed.get_rank() == 1:
+            raise MemoryError("no pages are left")
+        return super().generate(*args, **kwargs)
+
+
+class SmallDisk(Callback):
+    """From the second step on, rank zero's disk takes no more than a few kilobytes per file."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def on_rank_one(completion: str, problem: Any, other: float | None = None) -> float | None:
+    """Rewards that differ on rank zero, and are all `other` on rank one; NaN raises."""
+    if torch.distributed.get_rank() == 0:
+        return float(len(completion))
+    if other is not None and math.isnan(other):
+        raise KeyError("no such answer")
+    return other
+
+
+def not_scored_there(completion: str, problem: Any) -> float | None:
+    return on_rank_one(completion, problem, None)
+
+
+def alike_there(completion: str, problem: Any) -> float | None:
+    return on_rank_one(completion, problem, 1.0)
+
+
+def raises_there(completion: str, problem: Any) -> float | None:
+    return on_rank_one(completion, problem, math.nan)
+
+
+def nan_there(completion: str, problem: Any) -> float:
+    return float(len(completion)) if torch.distributed.get_rank() == 0 else math.nan
+
+
+class Planned(PolicyModule):
+    """Notes how many micro-batches of each plan have a sequence."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.plans: list[int] = []
+
+    def _plan(self, batch, indices):
+        plan = super()._plan(batch, indices)
+        self.plans.append(sum(map(bool, plan)))
+        return plan
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "not scored": {"rollout": {"rewards": [not_scored_there]}},
+    "NaN": {"rollout": {"rewards": [nan_there]}},
+    "alike": {"rollout": {"rewards": [alike_there]}},
+    "raises": {"rollout": {"rewards": [raises_there]}},
+    "engine": {"rollout": {"engine": OutOfPages()}, "keep": True},
+    "disk": {"callbacks": [SmallDisk()], "keep": True},
+    "settings": {"learning_rate": lambda rank: 1e-3 * (1 + rank)},
+    "few": {"data": {"batch_size": 48}},
+    "uneven": {
+        "max_tokens_per_microbatch": 40,
+        "num_iterations": 2,
+        "data": {
+            "batch_size": 1,
+            "task": UnevenSums(),
+            "shuffle_seed": 1,
+        },  # one long and one short prompt at each step
+    },
+}
+
+
+def scenario(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    """One run that may end with an error; what this rank saw of it."""
+    pl.seed_everything(0)
+    settings = SCENARIOS[name]
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+    rate = settings.get("learning_rate", lambda rank: 1e-3)(rank)
+    module = Planned(
+        path="builtin:tiny-qwen3",
+        recipe=GUIDED,
+        learning_rate=rate,
+        num_iterations=settings.get("num_iterations", 1),
+        max_tokens_per_microbatch=settings.get("max_tokens_per_microbatch", 64),
+    )
+    keep = settings.get("keep", False)
+    callbacks = [*settings.get("callbacks", []), *([RunCheckpoint(every_n_steps=1)] if keep else [])]
+    trainer = make_trainer(
+        kind,
+        make_rollout(**settings.get("rollout", {})),
+        *callbacks,
+        enable_checkpointing=keep,
+        default_root_dir=folder / kind / name,
+    )
+    error = None
+    try:
+        trainer.fit(module, make_data(**settings.get("data", {})))
+    except (ValueError, RuntimeError) as caught:
+        error = (type(caught).__name__, str(caught), getattr(caught, "is_mine_to_say", None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    seen = {"error": error, "step": trainer.global_step, "plans": module.plans}
+    if module.policy is not None:
+        seen |= {"sum": float(sum(value.double().abs().sum() for value in full_state(module).values()))}
+    return seen
+
+
+def scenarios(folder: Path, kind: str) -> None:
+    """All of them, one after the other: after each, the ranks must still be in step."""
+    seen = {name: scenario(folder, kind, name) for name in SCENARIOS}
+    torch.save(seen, folder / f"{kind}_{torch.distributed.get_rank()}.pt")
+
+
+def part(folder: Path, name: str, kind: str, steps: int, checkpoint: str | None) -> None:
+    """Some steps, from a checkpoint or not, with AdamW, and a checkpoint at the end."""
+    pl.seed_everything(0)
+    keep = Keep()
+    module = PolicyModule(path="builtin:tiny-qwen3", recipe=GUIDED, learning_rate=1e-3, warmup_steps=3)
+    settings = {"enable_checkpointing": True, "default_root_dir": folder / name, "max_steps": steps}
+    trainer = make_trainer(kind, make_rollout(), keep, RunCheckpoint(), HFExport(), **settings)
+    trainer.fit(module, make_data(), ckpt_path=checkpoint)
+    found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
+    torch.save(found, folder / f"{name}_{trainer.global_rank}.pt")
+
+
+def other_model(folder: Path, kind: str, path: str, checkpoint: str) -> None:
+    """Resumes a checkpoint of another model."""
+    trainer = make_trainer(kind, make_rollout())
+    try:
+        trainer.fit(PolicyModule(path=path, recipe=GUIDED), make_data(), ckpt_path=checkpoint)
+    except ValueError as caught:
+        torch.save((str(caught), getattr(caught, "is_mine_to_say", None)), folder / f"other_{trainer.global_rank}.pt")

@@ -26,8 +26,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from trace_lightning.callbacks.checkpoint_io import WholeFileIO
 from trace_lightning.callbacks.folder import run_folder
 from trace_lightning.callbacks.random_state import gather_random, restore_random
-from trace_lightning.callbacks.ranks import is_joint, raise_together
 from trace_lightning.callbacks.rollout import Rollout
+from trace_lightning.ranks import is_joint, raise_together
 
 log = logging.getLogger(__name__)
 _RANDOM = "random_states"  # of every rank, in a checkpoint

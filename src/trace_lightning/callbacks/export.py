@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_lightning.callbacks.folder import run_folder, stopped_by_user
-from trace_lightning.callbacks.ranks import is_joint
 from trace_lightning.models.sharding import is_sharded, whole_copy
+from trace_lightning.ranks import is_joint
 
 
 class HFExport(Callback):

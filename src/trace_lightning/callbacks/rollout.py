@@ -21,17 +21,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from trace_lightning.callbacks.ranks import (
-    ParentWatch,
-    StopSignals,
-    check_same_settings,
-    is_joint,
-    together,
-)
+from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
+from trace_lightning.ranks import check_same_settings, is_joint, together
 from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
@@ -174,7 +169,7 @@ class Rollout(Callback):
         """Fill the batch; `training_step` receives the same object."""
         seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + self._rollouts
         sampling = dataclasses.replace(self.sampling, seed=seed)
-        with together(trainer, self._signals):
+        with together(trainer, self._signals.error):
             self._fill(trainer, pl_module, batch, sampling, self.num_generations, record=True)
             assert self.scorer is not None
             self.scorer.stop_if_all_failed()
@@ -231,7 +226,7 @@ class Rollout(Callback):
             self.on_phase(phase)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
-        with together(trainer, self._signals):
+        with together(trainer, self._signals.error):
             self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
 
     def on_validation_batch_start(

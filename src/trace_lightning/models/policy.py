@@ -8,7 +8,7 @@ never exist.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,28 @@ def load_policy(
         set_gradient_checkpointing(model, True)
     trained: PreTrainedModel = model.train()  # transformers recomputes activations in train mode only
     return trained
+
+
+def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name: str) -> None:
+    """Refuse the weights of another model before any of them is loaded.
+
+    Args:
+        stored: `state_dict` of a checkpoint, `policy.` before each name.
+        policy: what they are for; may be sharded.
+        name: of the policy, for the message.
+
+    Raises:
+        ValueError: weights that one side lacks, or of another shape.
+    """
+    there = {key.removeprefix("policy."): tuple(tensor.shape) for key, tensor in stored.items()}
+    here = {key: tuple(tensor.shape) for key, tensor in policy.state_dict().items()}
+    different = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    if different:
+        first = different[0]
+        raise ValueError(
+            f"the checkpoint is of another model than {name}: {first} has the shape {there.get(first)} there and "
+            f"{here.get(first)} here ({len(different)} weights differ). Resume it with the model.path of its run."
+        )
 
 
 def _switch_off_dropout(model: PreTrainedModel) -> None:
