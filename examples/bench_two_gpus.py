@@ -241,9 +241,9 @@ def wait_for(condition: Any, seconds: float) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that `pid` started with this file."""
+    """Processes that `pid` started as ranks."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if Path(__file__).name in Path(f"/proc/{child}/cmdline").read_text()]
+    return [int(child) for child in found if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
 
 
 def alive(pid: int) -> bool:

@@ -31,6 +31,7 @@ ARGUMENTS = {
     "rounding_spread": ["--orders", "2", "--questions", "8", "--text", __file__, "--json", "spread.json"],
     "estimate_peaks": ["--shapes", "tiny", "--json", "peaks.json"],
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
+    "bench_two_gpus": ["--device", "cpu", "--shape", "tiny", "--steps", "2", "--runs", "one", "fsdp2", "--kill"],
 }
 
 
@@ -86,11 +87,23 @@ def check_estimate_peaks(folder: Path) -> None:
     assert all((row["measured"] is not None) is torch.cuda.is_available() for row in rows)
 
 
+def check_bench_two_gpus(folder: Path) -> None:
+    """Both runs were measured; their gain is shown, and judged on GPUs alone."""
+    content = json.loads((folder / "two_gpus.json").read_text())
+    assert [run["ranks"] for run in content["runs"].values()] == [1, 2]
+    assert all(run["rollout_tokens_per_s"] > 0 and run["sync_s"] > 0 for run in content["runs"].values())
+    assert {row["name"]: row["ok"] for row in content["promises"]} == {
+        "fsdp2/rollout gain": None,
+        "fsdp2/step gain": None,
+    }
+
+
 CHECKS = {
     "rounding_spread": check_rounding_spread,
     "guidance_study": check_guidance_study,
     "stability_study": check_stability_study,
     "estimate_peaks": check_estimate_peaks,
+    "bench_two_gpus": check_bench_two_gpus,
 }
 
 

@@ -232,7 +232,10 @@ class _CurrentStderr(logging.StreamHandler[Any]):
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_CurrentStderr()])
+    # What ranks do alike, rank zero says; trouble is said by whoever has it.
+    rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
+    level = logging.INFO if rank == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_CurrentStderr()])
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         # Their own handlers hold the stderr of the time of their import.
         logging.getLogger(name).handlers.clear()

@@ -16,6 +16,8 @@ _SILENCED_LOGS = {
 _SILENCED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.13
     r"Found \d+ module\(s\) in eval mode at the start of training",  # as transformers loads them; the rollout needs it
+    r"It is recommended to use `self\.log\(",  # with sync_dist: what we log is a mean over all ranks already
+    r"Total length of `list` across ranks is zero",  # no held-out problems
     r"Checkpoint directory .* exists and is not empty",  # a resumed run in the folder of the first
 )
 

@@ -74,9 +74,9 @@ def as_forward(model: nn.Module, function: Callable[..., Any], *args: Any) -> An
 class Weights(Iterable[tuple[str, Tensor]]):
     """The weights of a policy under their Hugging Face names, in parts that are there one at a time.
 
-    A plain policy is one part. Of a sharded one each unit is a part: gathered when the iterator reaches it, and freed
-    when it goes on, so a consumer must have copied a part before it asks for the next. Iterating is then a collective:
-    every rank has to do it, to the end.
+    A plain policy is one part. Of a sharded one each layer is a part, gathered by one collective, and so is each of the
+    other parameters. A part is freed when the iterator goes on, so a consumer must have copied it before it asks for
+    the next. Iterating is then a collective: every rank has to do it, to the end.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:
@@ -95,16 +95,19 @@ class Weights(Iterable[tuple[str, Tensor]]):
             names = {f"{prefix}.{index}.{name}" for name, _ in layer.named_parameters()}
             seen |= names
             yield from self._gathered(layer, names)
-        yield from self._gathered(self.policy, set(self.names) - seen)
+        assert isinstance(self.policy, FSDPModule)
+        self.policy.reshard()  # after a forward without a backward the root still holds the weights of that time
+        for name in self.names:
+            if name not in seen:
+                yield {name: whole(self.policy.get_parameter(name).detach())}
 
-    def _gathered(self, unit: nn.Module, names: set[str]) -> Iterator[dict[str, Tensor]]:
-        assert isinstance(unit, FSDPModule)
-        unit.reshard()  # a root that ran forward alone still holds the weights of that time
-        unit.unshard()
+    def _gathered(self, layer: nn.Module, names: set[str]) -> Iterator[dict[str, Tensor]]:
+        assert isinstance(layer, FSDPModule)
+        layer.unshard()
         try:
             yield {name: self.policy.get_parameter(name).detach() for name in sorted(names)}
         finally:
-            unit.reshard()
+            layer.reshard()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for part in self.parts():
