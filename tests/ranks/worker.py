@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -14,12 +15,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import tiny
 from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
-from trace_lightning.models.sharding import whole
+from trace_lightning.models.sharding import Weights, shard_policy, whole
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.engine import LocalEngine
+from trace_lightning.rollout.hf_decoder import HFDecoder
 from trace_lightning.tasks import TwoDigitAddition
 from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
 
@@ -94,7 +99,7 @@ def world_size() -> int:
 def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=os.environ.get("RANKS_ACCELERATOR", "cpu"),
         devices=world_size(),
         strategy=kind if world_size() > 1 else "auto",
         enable_model_summary=False,
@@ -342,3 +347,75 @@ def other_model(folder: Path, kind: str, path: str, checkpoint: str) -> None:
         trainer.fit(PolicyModule(path=path, recipe=GUIDED), make_data(), ckpt_path=checkpoint)
     except ValueError as caught:
         torch.save((str(caught), getattr(caught, "is_mine_to_say", None)), folder / f"other_{trainer.global_rank}.pt")
+
+
+def on_gpus(folder: Path, *arguments: str) -> None:
+    """`equality` on one GPU per rank."""
+    os.environ |= {"RANKS_ACCELERATOR": "cuda", "NCCL_NVLS_ENABLE": "0"}
+    equality(folder, *arguments)
+
+
+def snapshot(folder: Path, family: str, decoder: str) -> None:
+    """The engine's snapshot of a sharded policy, and of the same policy in one piece; and what is there at one time."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    recipe = QuantRecipe(**W4A4KV4)
+    policy = tiny.make_policy(family, recipe)
+    engines = [LocalEngine(decoder=decoder, page_size=4) for _ in range(2)]
+    for engine in engines:
+        if engine is engines[1]:
+            shard_policy(policy, init_device_mesh("cpu", (2,)))
+        engine.setup(policy, tiny.TinyTokenizer(), recipe, dtype=torch.float32)
+        engine.load_weights(Weights(policy), version=3)
+    whole_, sharded = (decoder_tensors(engine.decoder) for engine in engines)
+    assert whole_.keys() == sharded.keys()
+    assert len(whole_) > 10
+    for name, value in whole_.items():
+        assert torch.equal(sharded[name], value), name
+    layers = len(policy.model.layers)
+    most = max(gathered_layers(policy) for _ in Weights(policy).parts())
+    torch.save({"layers": layers, "most": most, "after": gathered_layers(policy)}, folder / f"snapshot_{rank}.pt")
+
+
+def gathered_layers(policy: Any) -> int:
+    """Layers of which any parameter is there in full."""
+    return sum(any(not isinstance(p, DTensor) for p in layer.parameters()) for layer in policy.model.layers)
+
+
+def decoder_tensors(decoder: Any) -> dict[str, torch.Tensor]:
+    """Everything that a decoder holds of the weights: codes, scales, dequantised values, K/V outer scales."""
+    if isinstance(decoder, HFDecoder):
+        found = dict(decoder.model.named_parameters())
+    else:
+        found = dict(decoder._small) | {"head": decoder.head}
+        for index, layer in enumerate(decoder.layers):
+            for part, linear in enumerate(layer.linears):
+                packed = linear.packed
+                parts = {"weight": linear.weight, "bias": linear.bias, "codes": packed.qdata, "scale": packed.scale}
+                parts["outer"] = packed.outer_scale
+                found |= {f"{index}.{part}.{name}": value for name, value in parts.items() if value is not None}
+    for layer in range(len(decoder.kv_formats)):
+        found |= {f"kv {layer} {i}": scale for i, scale in enumerate(decoder.kv_outer(layer)) if scale is not None}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+class CountTensors(Callback):
+    """Tensors that are alive after each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        gc.collect()
+        self.counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
+
+
+def twenty_steps(folder: Path, *kinds: str) -> None:
+    """Whether anything adds up."""
+    for kind in kinds:
+        pl.seed_everything(0)
+        count = CountTensors()
+        module = PolicyModule(path="builtin:tiny-qwen3", recipe=GUIDED, learning_rate=1e-5)
+        trainer = make_trainer(kind, make_rollout(), count, max_steps=20)
+        trainer.fit(module, make_data(batch_size=1))
+        torch.save(count.counts, folder / f"{kind}_{trainer.global_rank}.pt")
