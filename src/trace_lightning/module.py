@@ -339,7 +339,7 @@ class PolicyModule(pl.LightningModule):
 
     def _log_step(self, batch: RolloutBatch) -> None:
         """Log what was measured in this step, summed over micro-batches and ranks."""
-        merged = merge_metrics(self._collected)
+        merged = dict(sorted(merge_metrics(self._collected).items()))  # in one order on every rank
         sums = torch.stack([torch.stack([total.float(), count.float()]) for total, count in merged.values()])
         sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
         values = {name: (total / count) for name, (total, count) in zip(merged, sums, strict=True) if count > 0}

@@ -77,7 +77,7 @@ class ParentWatch(threading.Thread):
 
     def __init__(self, rank: int) -> None:
         super().__init__(daemon=True, name="parent-watch")
-        self.rank, self.parent, self.code = rank, os.getppid(), 1
+        self.rank, self.parent, self.is_ending = rank, os.getppid(), False
 
     @classmethod
     def start_for(cls, trainer: pl.Trainer) -> ParentWatch | None:
@@ -93,9 +93,11 @@ class ParentWatch(threading.Thread):
         """Look every second."""
         while os.getppid() == self.parent:
             time.sleep(_POLL_SECONDS)
-        print(f"rank {self.rank}: the process that started this rank is gone; exiting", file=sys.stderr, flush=True)
-        os._exit(self.code)
+        if not self.is_ending:
+            print(f"rank {self.rank}: the process that started this rank is gone; exiting", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def linger_at_exit(self) -> None:
         """After a joint error: let rank zero end first, for Lightning kills it once another rank has failed."""
+        self.is_ending = True
         atexit.register(self.join, _LINGER_SECONDS)
