@@ -179,8 +179,12 @@ def measure(args: argparse.Namespace, kind: str, folder: Path) -> dict[str, Any]
     """Run and sum up: medians over the steps after the warm ones; seconds of the slowest rank."""
     out, begin = folder / f"{kind}.json", time.monotonic()
     steps = min(args.steps, ONE_GPU_STEPS) if kind == "one" else args.steps
-    with (folder / f"{kind}.log").open("w") as log:
-        subprocess.run(command(args, kind, out=out, steps=steps), check=True, stdout=log, stderr=subprocess.STDOUT)
+    path = folder / f"{kind}.log"
+    with path.open("w") as log:
+        done = subprocess.run(command(args, kind, out=out, steps=steps), stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:  # the other runs are worth their time all the same
+        print(path.read_text()[-4000:], flush=True)
+        return {"failed": f"exit code {done.returncode}, see {path}"}
     ranks = json.loads(out.read_text())
     steady = [rank["steps"][min(WARM_STEPS, steps - 1) :] for rank in ranks]
 
@@ -211,6 +215,9 @@ def drill(args: argparse.Namespace, victim: int, folder: Path) -> dict[str, Any]
     with path.open("w") as log:
         run = subprocess.Popen(command(args, "ddp", folder=root, **small), stdout=log, stderr=subprocess.STDOUT)
     wait_for(lambda: "step 3:" in path.read_text() or run.poll() is not None, 240)
+    if run.poll() is not None:
+        print(path.read_text()[-4000:], flush=True)
+        return {"seconds": 0.0, "message": None, "saved_step": 0, "resumes": False}
     (child,) = children_of(run.pid)
     os.kill(run.pid if victim == 0 else child, signal.SIGKILL)
     begin = time.monotonic()
@@ -258,7 +265,9 @@ def promises(result: dict[str, Any], on_gpu: bool) -> list[dict[str, Any]]:
     rows = []
     one = result["runs"].get("one")
     for kind, run in result["runs"].items():
-        if kind != "one" and one is not None:
+        if "failed" in run:
+            rows.append((f"{kind}/ran", 0.0, "== 1", False))
+        elif kind != "one" and one is not None and "failed" not in one:
             for name, least in (("rollout", ROLLOUT_GAIN), ("step", STEP_GAIN)):
                 gain = run[f"{name}_tokens_per_s"] / one[f"{name}_tokens_per_s"]
                 rows.append((f"{kind}/{name} gain", gain, f">= {least}", gain >= least if on_gpu else None))
@@ -318,6 +327,8 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(result, indent=2))
     for victim in args.kill:
         result["kills"][f"rank {victim}"] = drill(args, victim, folder)
+        print(f"kill rank {victim}", json.dumps(result["kills"][f"rank {victim}"]), flush=True)
+        Path(args.json).write_text(json.dumps(result, indent=2))
     result |= {"promises": promises(result, args.device == "cuda"), "seconds": time.monotonic() - begin}
     Path(args.json).write_text(json.dumps(result, indent=2))
     for row in result["promises"]:

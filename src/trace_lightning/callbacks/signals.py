@@ -41,7 +41,7 @@ class StopSignals:
     def install(self, trainer: pl.Trainer) -> None:
         """Take the place of the present handlers, those of Lightning included; not in a thread or a single process."""
         if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
-            self._launcher = trainer.strategy.launcher
+            self.received, self._launcher = None, trainer.strategy.launcher
             self._before = {number: signal.signal(number, self._note) for number in _NOTED}
 
     def restore(self) -> None:
