@@ -169,8 +169,9 @@ class Rollout(Callback):
         """Fill the batch; `training_step` receives the same object."""
         seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + self._rollouts
         sampling = dataclasses.replace(self.sampling, seed=seed)
+        self._sync(trainer, pl_module, batch)
         with together(trainer, self._signals.error):
-            self._fill(trainer, pl_module, batch, sampling, self.num_generations, record=True)
+            self._fill(pl_module, batch, sampling, self.num_generations, record=True)
             assert self.scorer is not None
             self.scorer.stop_if_all_failed()
         self._rollouts += 1
@@ -226,8 +227,9 @@ class Rollout(Callback):
             self.on_phase(phase)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
+        self._sync(trainer, pl_module, batch)
         with together(trainer, self._signals.error):
-            self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
+            self._fill(pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
@@ -241,9 +243,21 @@ class Rollout(Callback):
     # Lightning evaluates under inference_mode; what the engine allocates there could not be renewed in training.
     @torch.inference_mode(False)
     @torch.no_grad()
+    def _sync(self, trainer: pl.Trainer, module: PolicyModule, batch: RolloutBatch) -> None:
+        """Hand the weights over, if it is time. Of a sharded policy a collective, so no part of what ranks do alone."""
+        begin = time.perf_counter()
+        self._ensure_engine(trainer, module)
+        assert module.policy is not None
+        if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
+            self._enter("sync")
+            self.engine.load_weights(Weights(module.policy), version=trainer.global_step)
+            self._synced_at = trainer.global_step
+        batch.seconds["sync"] = time.perf_counter() - begin
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _fill(
         self,
-        trainer: pl.Trainer,
         module: PolicyModule,
         batch: RolloutBatch,
         sampling: SamplingParams,
@@ -251,15 +265,8 @@ class Rollout(Callback):
         *,
         record: bool,
     ) -> None:
-        begin = time.perf_counter()
-        self._ensure_engine(trainer, module)
-        assert module.policy is not None
         assert self.scorer is not None
-        if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
-            self._enter("sync")
-            self.engine.load_weights(Weights(module.policy), version=trainer.global_step)
-            self._synced_at = trainer.global_step
-        synced = time.perf_counter()
+        begin = time.perf_counter()
         self._enter("rollout")
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
@@ -267,7 +274,7 @@ class Rollout(Callback):
         texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
         batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
-        batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
+        batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
         batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)
         batch.guidance, batch.stats = generation.guidance, generation.stats
 
