@@ -210,13 +210,17 @@ def main() -> None:
     except (ValueError, ImportError) as error:
         if os.environ.get("TRACE_LIGHTNING_DEBUG"):
             raise
-        if getattr(error, "is_mine_to_say", True):
-            print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
+        _say(error)
         sys.exit(2)
     except SIGTERMException:  # a SystemExit without a code: a cluster would take the job for finished
         sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:  # inside `fit`, Lightning has handled it: files are written and the exit code is 1
         sys.exit(128 + signal.SIGINT)
+
+
+def _say(error: Exception) -> None:
+    if getattr(error, "is_mine_to_say", True):  # what several ranks met, one of them says
+        print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
 
 
 class _CurrentStderr(logging.StreamHandler[Any]):
