@@ -27,8 +27,9 @@ class CompletionsLogger(Callback):
     """Appends completions to `completions.jsonl` and prints a few.
 
     A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`),
-    `prompt` (text or chat messages), `completion`, `reward` and `rewards` by name (null: not scored), `finish_reason`,
-    `policy_version`, `num_tokens` and `mean_logprob` under the rollout.
+    `prompt` (text or chat messages), `completion`, `reward` and `rewards` by name (null: not scored), `reasons` by name
+    where a reward gave one or failed, `finish_reason`, `policy_version`, `num_tokens` and `mean_logprob` under the
+    rollout.
 
     Args:
         every_n_steps: training rollouts from one logged to the next; the first and the last are always logged, and
@@ -126,6 +127,7 @@ def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[
             "completion": completion.text,
             "reward": rewards[i],
             "rewards": {name: float(values[i]) for name, values in batch.rewards_by_name.items()},
+            "reasons": {name: texts[i] for name, texts in batch.reward_reasons.items() if texts[i]},
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "num_tokens": len(completion.token_ids),

@@ -55,6 +55,9 @@ class Rollout(Callback):
         eval_sampling: how, in validation, test and predict; default: as in training.
         num_generations_eval: completions per held-out prompt.
         mask_truncated_completions: do not learn from completions that hit the length limit.
+        reward_workers: processes for rewards that do not run in this one (`RewardFn.in_process`); None chooses by the
+            cores there are; 0 runs all rewards in this process, where a call that hangs cannot be cut off.
+        reward_time_limit: seconds per reward call in a worker; a call beyond it is stopped and not scored.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -70,6 +73,8 @@ class Rollout(Callback):
         eval_sampling: SamplingParams | None = None,
         num_generations_eval: int = 1,
         mask_truncated_completions: bool = False,
+        reward_workers: int | None = None,
+        reward_time_limit: float = 10.0,
     ) -> None:
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -81,6 +86,7 @@ class Rollout(Callback):
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
+        self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
         self.scorer: Scorer | None = None
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
         self.on_phase: Callable[[str], None] | None = None
@@ -105,10 +111,16 @@ class Rollout(Callback):
                 # Every estimator that ships compares completions of one prompt; let it say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
         if self.scorer is None:
-            self.scorer = Scorer(self._reward_functions(trainer), self.reward_weights)
+            functions = self._reward_functions(trainer)
+            self.scorer = Scorer(functions, self.reward_weights, self.reward_workers, self.reward_time_limit)
         # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
         pl_module.reward_metrics = RewardMetrics(self.scorer.names)
         pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the reward workers."""
+        if self.scorer is not None:
+            self.scorer.close()
 
     def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
         given: Sequence[Reward] | None = self.rewards
@@ -159,7 +171,7 @@ class Rollout(Callback):
             values |= metric.compute()
             metric.reset()
         assert self.scorer is not None
-        values |= {f"rewards/{name}/errors": float(n) for name, n in self.scorer.errors.items() if n}
+        values |= self.scorer.metrics()
         values["num_tokens"] = float(lengths.sum())
         values["policy_version"] = float(batch.policy_version)
         if "preempted" in batch.stats:
@@ -218,9 +230,8 @@ class Rollout(Callback):
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
         self._enter("reward")
-        texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
+        batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = self.scorer(batch.completions, problems)
         batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
         batch.policy_version, batch.guidance = generation.completions[0].policy_version, generation.guidance
         batch.stats = generation.stats

@@ -12,6 +12,7 @@ class ExactMatch(RewardFn):
     """1.0 if the stripped completion equals the stripped answer, else 0.0."""
 
     name = "exact_match"
+    in_process = True
 
     def __call__(self, completion: str, problem: Problem) -> float:
         return float(completion.strip() == str(problem.answer).strip())
@@ -25,6 +26,7 @@ class IntegerMatch(RewardFn):
     """
 
     name = "integer_match"
+    in_process = True
 
     def __call__(self, completion: str, problem: Problem) -> float:
         first_line = completion.split("\n", 1)[0].strip()
