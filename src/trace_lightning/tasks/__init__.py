@@ -1,25 +1,41 @@
 """Tasks and rewards."""
 
 from trace_lightning.tasks.arithmetic import Gcd, OneDigitProducts, TwoDigitAddition
-from trace_lightning.tasks.base import FunctionReward, RewardFn, Task
+from trace_lightning.tasks.base import BatchFunctionReward, BatchReward, FunctionReward, RewardFn, Sample, Score, Task
+from trace_lightning.tasks.code import CodeTests
 from trace_lightning.tasks.gym import GymScore, ReasoningGym
 from trace_lightning.tasks.jsonl import JsonlTask
+from trace_lightning.tasks.maths import MathVerify
+from trace_lightning.tasks.penalties import CutOff, Overlong, Repetition
 from trace_lightning.tasks.progressions import ArithmeticProgressions, RightSteps
-from trace_lightning.tasks.rewards import ExactMatch, IntegerMatch
+from trace_lightning.tasks.rewards import ExactMatch, Format, IntegerMatch, RegexMatch
+from trace_lightning.tasks.sandbox import Limits
 from trace_lightning.tasks.split import split_by_question
 
 __all__ = [
     "ArithmeticProgressions",
+    "BatchFunctionReward",
+    "BatchReward",
+    "CodeTests",
+    "CutOff",
     "ExactMatch",
+    "Format",
     "FunctionReward",
     "Gcd",
     "GymScore",
     "IntegerMatch",
     "JsonlTask",
+    "Limits",
+    "MathVerify",
     "OneDigitProducts",
+    "Overlong",
     "ReasoningGym",
+    "RegexMatch",
+    "Repetition",
     "RewardFn",
     "RightSteps",
+    "Sample",
+    "Score",
     "Task",
     "TwoDigitAddition",
     "split_by_question",

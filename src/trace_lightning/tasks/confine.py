@@ -23,14 +23,17 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REFUSED = 97  # exit code: the confinement asked for could not be had, and nothing was run
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH, column below
 # system call: (x86_64, aarch64); None where the architecture has none of that name
-_FORBIDDEN = {
+_Calls = dict[str, tuple[int | None, int | None]]
+_FORBIDDEN: _Calls = {
     "socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
@@ -45,7 +48,7 @@ _FORBIDDEN = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),
 }  # fmt: skip
-_CHANGES_FILES = {
+_CHANGES_FILES: _Calls = {
     "creat": (85, None), "truncate": (76, 45), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
     "unlink": (87, None), "unlinkat": (263, 35), "rmdir": (84, None), "mkdir": (83, None), "mkdirat": (258, 34),
     "mknod": (133, None), "mknodat": (259, 33), "link": (86, None), "linkat": (265, 37), "symlink": (88, None),
@@ -70,7 +73,7 @@ _NEW_USER, _NEW_MOUNTS, _NEW_IPC, _NEW_NETWORK = 0x10000000, 0x00020000, 0x08000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 
 
-def confine(limits, folder, namespaces):
+def confine(limits: dict[str, int], folder: str, namespaces: bool | None) -> bool:
     """Give up what the program must not have.
 
     Args:
@@ -98,7 +101,7 @@ def confine(limits, folder, namespaces):
     return own_files
 
 
-def set_limits(limits):
+def set_limits(limits: dict[str, int]) -> None:
     """Resource limits of this process; there will be no other."""
     mebi = 1 << 20
     for kind, value in (
@@ -111,18 +114,18 @@ def set_limits(limits):
         resource.setrlimit(kind, (value, value))
 
 
-def _checked(result, what):
+def _checked(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _mount(source, target, kind, flags, options=None):
+def _mount(source: Any, target: Any, kind: str | None, flags: int, options: str | None = None) -> None:
     encoded = [None if text is None else str(text).encode() for text in (source, target, kind, options)]
     _checked(_LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}")
 
 
-def _enter_namespaces(folder, file_mb):
+def _enter_namespaces(folder: str, file_mb: int) -> None:
     user, group = os.geteuid(), os.getegid()
     _checked(_LIBC.unshare(_NEW_USER | _NEW_MOUNTS | _NEW_IPC | _NEW_NETWORK), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
@@ -143,7 +146,7 @@ def _enter_namespaces(folder, file_mb):
     os.chdir(f"/{_WORK}")
 
 
-def _show(path, root):
+def _show(path: Path, root: Path) -> None:
     """Make a path of this machine readable below the new root, at the same place."""
     target = root / path.relative_to("/")
     if not path.exists() or target.exists():
@@ -163,13 +166,13 @@ def _show(path, root):
     _checked(result, f"mount_setattr {target}")
 
 
-def _drop_capabilities():
+def _drop_capabilities() -> None:
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
     number = (126, 91)[_ARCHITECTURES[platform.machine()][1]]
     _checked(_LIBC.syscall(number, header, nothing), "capset")
 
 
-def _filter_system_calls(may_write):
+def _filter_system_calls(may_write: bool) -> None:
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(f"system calls of {platform.machine()} are not known here")
     program = _bpf(*_ARCHITECTURES[platform.machine()], may_write)
@@ -179,7 +182,7 @@ def _filter_system_calls(may_write):
     _checked(_LIBC.prctl(22, 2, described, 0, 0), "PR_SET_SECCOMP")
 
 
-def _bpf(architecture, column, may_write):
+def _bpf(architecture: int, column: int, may_write: bool) -> bytes:
     """The filter as bytes of `struct sock_filter`. It fails calls with EPERM, and kills other architectures' ones."""
     load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, deny, unknown, kill = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x80000000
@@ -187,9 +190,10 @@ def _bpf(architecture, column, may_write):
     code = [(load, 0, 0, architecture_at), (equal, 1, 0, architecture), (ret, 0, 0, kill), (load, 0, 0, number_at)]
     code += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, kill)]  # x32 calls, and no others have such numbers
 
-    def when(call, *then):
-        if call[column] is not None:
-            code.extend([(equal, 0, len(then), call[column]), *then])
+    def when(call: tuple[int | None, int | None], *then: tuple[int, int, int, int]) -> None:
+        number = call[column]
+        if number is not None:
+            code.extend([(equal, 0, len(then), number), *then])
 
     for call in [*_FORBIDDEN.values(), *(() if may_write else _CHANGES_FILES.values())]:
         when(call, (ret, 0, 0, deny))
@@ -207,9 +211,9 @@ def _bpf(architecture, column, may_write):
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
-def _run(job, report):
+def _run(job: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
     """The program, then what it is asked: results go to `report` as one JSON line each."""
-    space = {"__name__": "program" if job["calls"] or job["checks"] else "__main__"}
+    space: dict[str, Any] = {"__name__": "program" if job["calls"] or job["checks"] else "__main__"}
     exec(compile(job["source"], "program.py", "exec"), space)
     for index, expression in enumerate(job["calls"]):
         try:
@@ -222,7 +226,7 @@ def _run(job, report):
         report({"check": index, "token": job["token"]})
 
 
-def main():
+def main() -> None:
     """`confine.py JOB FOLDER`: run the job, a JSON file that is removed before anything of it is run."""
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     path, folder = sys.argv[1:]
@@ -230,7 +234,7 @@ def main():
     results = os.open(job["results"], os.O_WRONLY | os.O_APPEND)
     os.remove(path)
 
-    def report(result):
+    def report(result: dict[str, Any]) -> None:
         os.write(results, json.dumps(result).encode() + b"\n")
 
     try:

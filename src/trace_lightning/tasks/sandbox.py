@@ -139,7 +139,12 @@ def _execute(
     paths["root"].mkdir()
     paths["stdin"].write_text(program.stdin, encoding="utf-8")
     paths["results"].touch()
-    job = {"source": program.source, "calls": list(program.calls), "checks": list(program.checks), "token": token}
+    job: dict[str, Any] = {
+        "source": program.source,
+        "calls": list(program.calls),
+        "checks": list(program.checks),
+        "token": token,
+    }
     job |= {"results": str(paths["results"]), "confined": confined, "namespaces": namespaces}
     job["limits"] = asdict(limits) | {"cpu_seconds": int(limits.seconds) + 1}
     paths["job"].write_text(json.dumps(job))
