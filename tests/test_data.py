@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trace_lightning.data import PromptDataModule, PromptLoader
+from trace_lightning.data import PromptDataModule
+from trace_lightning.loading import PromptLoader, Shuffle
 from trace_lightning.models.policy import load_tokenizer
 from trace_lightning.tasks import ExactMatch, RewardFn, Task
 from trace_lightning.types import Problem, Prompt, SamplingParams
@@ -49,7 +50,7 @@ def uids(batches) -> list[list[int]]:
 
 
 def test_every_epoch_shows_every_prompt_once_in_another_order():
-    loader = PromptLoader(prompts(12), 4, shuffle=True)
+    loader = PromptLoader(prompts(12), 4, order=Shuffle())
     first, second = uids(loader), uids(loader)
     assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(12))
     assert first != second
@@ -57,7 +58,7 @@ def test_every_epoch_shows_every_prompt_once_in_another_order():
 
 def test_a_consumer_that_counts_starts_the_next_epoch_afresh():
     """Lightning takes len(loader) batches and does not ask for one more."""
-    train, heldout = PromptLoader(prompts(8), 4, shuffle=True), PromptLoader(prompts(6), 4, shuffle=False)
+    train, heldout = PromptLoader(prompts(8), 4, order=Shuffle()), PromptLoader(prompts(6), 4)
     for _ in range(2):
         iterator = iter(train)
         assert len([next(iterator) for _ in range(len(train))]) == 2
@@ -66,17 +67,17 @@ def test_a_consumer_that_counts_starts_the_next_epoch_afresh():
 
 
 def test_resume_in_mid_epoch_continues_where_the_unbroken_run_would():
-    unbroken = uids(PromptLoader(prompts(20), 4, shuffle=True))
-    loader = PromptLoader(prompts(20), 4, shuffle=True)
+    unbroken = uids(PromptLoader(prompts(20), 4, order=Shuffle()))
+    loader = PromptLoader(prompts(20), 4, order=Shuffle())
     iterator = iter(loader)
     next(iterator), next(iterator)
-    resumed = PromptLoader(prompts(20), 4, shuffle=True)
+    resumed = PromptLoader(prompts(20), 4, order=Shuffle())
     resumed.load_state_dict(loader.state_dict())
     assert uids(resumed) == unbroken[2:]
 
 
 def test_ranks_share_a_global_batch():
-    ranks = [uids(PromptLoader(prompts(16), 2, shuffle=True, rank=r, world_size=2)) for r in (0, 1)]
+    ranks = [uids(PromptLoader(prompts(16), 2, order=Shuffle(), rank=r, world_size=2)) for r in (0, 1)]
     assert len(ranks[0]) == len(ranks[1]) == 4
     assert sorted(chain(*ranks[0], *ranks[1])) == list(range(16))
 

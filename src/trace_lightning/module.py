@@ -27,6 +27,7 @@ from trace_lightning.metrics import (
     PositionMetrics,
     argmax_agreement,
     audit_metrics,
+    evaluation_values,
     inner_step_metrics,
 )
 from trace_lightning.models.policy import load_policy, load_tokenizer
@@ -352,7 +353,7 @@ class PolicyModule(pl.LightningModule):
             )
 
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """Held-out reward under the rollout policy (sampled, as in training)."""
+        """Held-out reward under the rollout policy (sampled as in training, or as the held-out set says)."""
         self._evaluate(batch, "heldout")
 
     def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -362,11 +363,10 @@ class PolicyModule(pl.LightningModule):
     def _evaluate(self, batch: RolloutBatch, prefix: str) -> None:
         if batch.rewards_B is None:
             raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
-        scored = batch.rewards_B[~batch.rewards_B.isnan()]
-        if len(scored):
-            self.log(f"{prefix}/reward", scored.mean(), batch_size=len(scored), on_epoch=True, sync_dist=True)
-        lengths = torch.tensor([float(len(c.token_ids)) for c in batch.completions])
-        self.log(f"{prefix}/mean_length", lengths.mean(), batch_size=len(lengths), on_epoch=True, sync_dist=True)
+        if batch.evaluation is not None:
+            prefix = f"{prefix}/{batch.evaluation.name}"
+        for name, (value, count) in evaluation_values(batch).items():
+            self.log(f"{prefix}/{name}", value, batch_size=count, on_epoch=True, sync_dist=True)
 
     def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Prompt, completion and reward of each sequence."""

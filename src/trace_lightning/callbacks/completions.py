@@ -26,10 +26,10 @@ _MAX_CELL = 160  # characters; the file has the rest
 class CompletionsLogger(Callback):
     """Appends completions to `completions.jsonl` and prints a few.
 
-    A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`),
-    `prompt` (text or chat messages), `completion`, `reward` and `rewards` by name (null: not scored), `reasons` by name
-    where a reward gave one or failed, `finish_reason`, `policy_version`, `num_tokens` and `mean_logprob` under the
-    rollout.
+    A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`;
+    `heldout/NAME` for a set of `data.eval_sets`), `prompt` (text or chat messages), `completion`, `reward` and
+    `rewards` by name (null: not scored), `reasons` by name where a reward gave one or failed, `finish_reason`,
+    `policy_version`, `num_tokens` and `mean_logprob` under the rollout.
 
     Args:
         every_n_steps: training rollouts from one logged to the next; the first and the last are always logged, and
@@ -118,6 +118,8 @@ class CompletionsLogger(Callback):
 
 def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[str, Any]]:
     """One plain dict per completion of a filled batch."""
+    if batch.evaluation is not None:
+        split = f"{split}/{batch.evaluation.name}"
     rewards = [math.nan] * len(batch.completions) if batch.rewards_B is None else batch.rewards_B.tolist()
     return [
         {

@@ -88,6 +88,7 @@ class Rollout(Callback):
         self.mask_truncated_completions = mask_truncated_completions
         self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
         self.scorer: Scorer | None = None
+        self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
         self.on_phase: Callable[[str], None] | None = None
         self.phase = "idle"
@@ -119,8 +120,20 @@ class Rollout(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """End the reward workers."""
-        if self.scorer is not None:
-            self.scorer.close()
+        for scorer in (self.scorer, *self._eval_scorers.values()):
+            if scorer is not None:
+                scorer.close()
+
+    def _scorer(self, batch: RolloutBatch) -> Scorer:
+        """The run's scorer, or that of a held-out set with a task of its own."""
+        assert self.scorer is not None
+        task = getattr(batch.evaluation, "task", None)
+        if batch.evaluation is None or task is None:
+            return self.scorer
+        name = batch.evaluation.name
+        if name not in self._eval_scorers:
+            self._eval_scorers[name] = Scorer(task.rewards(), None, self.reward_workers, self.reward_time_limit)
+        return self._eval_scorers[name]
 
     def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
         given: Sequence[Reward] | None = self.rewards
@@ -172,6 +185,9 @@ class Rollout(Callback):
             metric.reset()
         assert self.scorer is not None
         values |= self.scorer.metrics()
+        observe = getattr(getattr(trainer, "datamodule", None), "observe", None)  # of a PromptDataModule
+        if observe is not None:
+            values |= observe(batch)
         values["num_tokens"] = float(lengths.sum())
         values["policy_version"] = float(batch.policy_version)
         if "preempted" in batch.stats:
@@ -193,7 +209,10 @@ class Rollout(Callback):
             self.on_phase(phase)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
-        self._fill(trainer, pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
+        spec, sampling, count = batch.evaluation, self.eval_sampling, self.num_generations_eval
+        if spec is not None:
+            sampling, count = spec.sampling or sampling, spec.num_generations
+        self._fill(trainer, pl_module, batch, sampling, count, record=False)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
@@ -220,7 +239,6 @@ class Rollout(Callback):
         begin = time.perf_counter()
         self._ensure_engine(trainer, module)
         assert module.policy is not None
-        assert self.scorer is not None
         if self.should_sync(trainer.global_step) or self.engine.policy_version < 0:
             self._enter("sync")
             self.engine.load_weights(module.policy.named_parameters(), version=trainer.global_step)
@@ -231,7 +249,8 @@ class Rollout(Callback):
         drawn = time.perf_counter()
         self._enter("reward")
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = self.scorer(batch.completions, problems)
+        scored = self._scorer(batch)(batch.completions, problems)
+        batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = scored
         batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
         batch.policy_version, batch.guidance = generation.completions[0].policy_version, generation.guidance
         batch.stats = generation.stats
