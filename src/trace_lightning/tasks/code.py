@@ -100,7 +100,7 @@ class CodeTests(RewardFn):
         if calls or checks:
             program = Program(source=source, calls=[t["call"] for t in calls], checks=[t["check"] for t in checks])
             ending = run(program, self.limits, confined=not self.unconfined)
-            passed, reasons = _judge_calls(ending, calls, len(checks))
+            passed, reasons = _judge(ending, calls, checks)
         for test in programs:
             if reasons and not self.partial:
                 break
@@ -121,18 +121,22 @@ def program_of(completion: str, *, fenced: bool) -> str | None:
     return None if fenced else completion
 
 
-def _judge_calls(ending: Ending, calls: Sequence[dict[str, Any]], num_checks: int) -> tuple[int, list[str]]:
+def _judge(ending: Ending, calls: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]) -> tuple[int, list[str]]:
+    """Calls and checks passed, and what went wrong."""
     passed, reasons = ending.checks, list[str]()
     for index, (test, value) in enumerate(zip(calls, ending.values, strict=True)):
-        if value is not None and _equal(_literal(value), test["returns"]):
-            passed += 1
-        elif index in ending.errors:
+        if index in ending.errors:
             reasons.append(f"{test['call']}: {ending.errors[index]}")
+        elif value is not None and _equal(_literal(value), test["returns"]):
+            passed += 1
         elif value is not None:
             reasons.append(f"{test['call']}: returned {value[:80]}")
+    for index, test in enumerate(checks):
+        if index in ending.check_errors:
+            reasons.append(f"{test['check'][:80]}: {ending.check_errors[index]}")
     if ending.reason:
-        reasons.insert(0, ending.reason)
-    elif passed < len(calls) + num_checks and not reasons:
+        reasons.append(ending.reason)
+    elif passed < len(calls) + len(checks) and not reasons:
         reasons.append("it ended before all tests")
     return passed, reasons
 

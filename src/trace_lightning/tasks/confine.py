@@ -222,8 +222,12 @@ def _run(job: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
             result = {"error": f"{type(error).__name__}: {error}"}
         report({"call": index} | result)
     for index, check in enumerate(job["checks"]):
-        exec(compile(check, f"check {index}", "exec"), space)
-        report({"check": index, "token": job["token"]})
+        try:
+            exec(compile(check, f"check {index}", "exec"), space)
+            result = {"token": job["token"]}
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        report({"check": index} | result)
 
 
 def main() -> None:

@@ -45,6 +45,7 @@ class Call:
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
+    lifeline: int  # a pipe; the process dies when it is closed
     asynchronous: bool
     deadline: float | None  # to get ready; None once it is
     calls: dict[int, float] = field(default_factory=dict)  # call in flight -> when it is over time
@@ -66,6 +67,7 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
+        os.close(self.lifeline)
         if code is None:
             return "was killed"
         return f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
@@ -139,18 +141,20 @@ class RewardPool:
             self.rewards, "the reward functions cannot be sent to a worker process"
         )
         ours, theirs = Pipe()
+        read_end, lifeline = os.pipe()
         code = f"import sys; sys.path[:] = {sys.path!r}; from trace_lightning.tasks.worker import main; "
-        code += f"main({theirs.fileno()}, {os.getpid()}, {asynchronous})"
+        code += f"main({theirs.fileno()}, {read_end}, {asynchronous})"
         process = subprocess.Popen(
             [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), read_end],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1"} | os.environ,
         )
         theirs.close()
+        os.close(read_end)
         ours.send_bytes(self._payload)
-        return _Worker(process, ours, asynchronous, time.monotonic() + START_LIMIT)
+        return _Worker(process, ours, lifeline, asynchronous, time.monotonic() + START_LIMIT)
 
     def _send(self, worker: _Worker, number: int, calls: Sequence[Call]) -> None:
         call = calls[number]

@@ -197,7 +197,9 @@ class DatasetTask(RowsTask):
             import datasets
         except ImportError as error:
             raise ImportError("DatasetTask needs datasets: pip install 'trace-lightning[data]'") from error
-        folder, _, split = (path, "", "") if Path(path).is_dir() else path.rpartition(":")
+        folder, split = path, ""
+        if not Path(path).is_dir() and ":" in path:
+            folder, split = path.rsplit(":", 1)
         if not Path(folder).is_dir():
             raise ValueError(f"{path}: no such folder; save the data set with save_to_disk and name it here")
         try:

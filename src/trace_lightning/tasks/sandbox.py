@@ -70,6 +70,7 @@ class Ending:
         values: `repr` of each call that returned, None where it raised or was not reached.
         errors: exception of each call that raised.
         checks: number of checks that went through.
+        check_errors: exception of each check that raised.
     """
 
     reason: str = ""
@@ -77,6 +78,7 @@ class Ending:
     values: list[str | None] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     checks: int = 0
+    check_errors: dict[int, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -118,17 +120,16 @@ def run(program: Program, limits: Limits, *, confined: bool = True) -> Ending:
         stdout = _beginning(folder / "stdout")
     if code == confine.REFUSED and results and "refused" in results[0]:
         raise OSError(f"a program could not be confined: {results[0]['refused']}")
-    values: list[str | None] = [None] * len(program.calls)
-    errors, checks = {}, 0
-    for result in results[1:]:
-        index = result.get("call")
-        if isinstance(index, int) and 0 <= index < len(values):
-            values[index] = result.get("value")
-            if "error" in result:
-                errors[index] = str(result["error"])
-        checks += result.get("token") == token
-    reason = _reason(code, stderr, limits)
-    return Ending(reason=reason, stdout=stdout, values=values, errors=errors, checks=min(checks, len(program.checks)))
+    calls, checks = ({r[kind]: r for r in results[1:] if isinstance(r.get(kind), int)} for kind in ("call", "check"))
+    values = [calls.get(index, {}).get("value") for index in range(len(program.calls))]
+    return Ending(
+        reason=_reason(code, stderr, limits),
+        stdout=stdout,
+        values=[value if isinstance(value, str) else None for value in values],
+        errors={index: str(call["error"]) for index, call in calls.items() if "error" in call},
+        checks=sum(checks.get(index, {}).get("token") == token for index in range(len(program.checks))),
+        check_errors={index: str(check["error"]) for index, check in checks.items() if "error" in check},
+    )
 
 
 def _execute(
