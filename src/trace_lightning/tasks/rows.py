@@ -206,6 +206,8 @@ class DatasetTask(RowsTask):
             loaded = datasets.load_from_disk(folder)
         except FileNotFoundError as error:
             raise ValueError(f"{folder}: not a folder that `save_to_disk` wrote ({error})") from error
+        except IndexError as error:  # what datasets 5 makes of a folder without rows
+            raise ValueError(f"{folder}: the data set has no rows") from error
         if isinstance(loaded, datasets.DatasetDict) != bool(split) or (split and split not in loaded):
             there = f"the splits {', '.join(loaded)}" if isinstance(loaded, datasets.DatasetDict) else "no splits"
             raise ValueError(
