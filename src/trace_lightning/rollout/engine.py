@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_kernels import BlockFormat, get_format
+from trace_kernels import BlockFormat, get_format, is_registered
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.quantization.guidance import Key
@@ -123,10 +123,12 @@ class LocalEngine(RolloutEngine):
     def setup(
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe, *, dtype: torch.dtype
     ) -> None:
-        known = policy.config.model_type in FUSED_FAMILIES
+        own = [name for name in (recipe.weights, recipe.activations) if is_registered(name)]
+        known = policy.config.model_type in FUSED_FAMILIES and not own
         if self.decoder_kind == "fused" and not known:
             raise ValueError(
-                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}: use auto"
+                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)} and our formats, not "
+                f"{own[0] if own else policy.config.model_type}: use auto"
             )
         self._fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
         if not self._fused:
