@@ -124,6 +124,8 @@ class LocalEngine(RolloutEngine):
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe, *, dtype: torch.dtype
     ) -> None:
         own = [name for name in (recipe.weights, recipe.activations) if is_registered(name)]
+        if is_registered(recipe.kv_cache):
+            raise ValueError(f"recipe.kv_cache={recipe.kv_cache}: pages have codes of our own formats only")
         known = policy.config.model_type in FUSED_FAMILIES and not own
         if self.decoder_kind == "fused" and not known:
             raise ValueError(
