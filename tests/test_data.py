@@ -196,10 +196,11 @@ def test_a_missing_template_file_is_an_error():
 
 def test_eval_sets_come_after_the_tasks_own_and_share_no_random_numbers():
     sets = [
-        EvalSet(name="greedy", sampling=SamplingParams(temperature=0.0, max_new_tokens=100), size=1),
+        EvalSet(name="greedy", sampling=SamplingParams(temperature=0.0, max_new_tokens=100), size=2),
         EvalSet(name="other", task=Listed(["1"], ["7+7=", "8+8="]), num_generations=4, pass_at=[4]),
     ]
-    data = make_data(["1+2="], ["3+2=", "4+2="], batch_size=1, eval_sets=sets, eval_batch_size=2)
+    heldout = ["9" * 125, "3+2=", "4+2="]  # the first is dropped, and its uid with it
+    data = make_data(["1+2="], heldout, batch_size=1, eval_sets=sets, eval_batch_size=2, overlong_prompts="drop")
     data.setup("fit")
     batches = list(data.val_dataloader())
     assert [(len(b.prompts), b.evaluation and b.evaluation.name) for b in batches] == [

@@ -108,7 +108,7 @@ class PromptDataModule(pl.LightningDataModule):
         tokenizer = self._tokenizer()
         problems = list(self.task.heldout_problems())[: self.heldout_size]
         self.heldout_prompts = self._tokenise(problems, tokenizer, "held-out", self._limit(None), first_uid=-1)
-        self._setup_eval_sets(tokenizer)
+        self._setup_eval_sets(tokenizer, first_uid=-len(problems) - 1)
         if stage != "fit":
             if not (self.heldout_prompts or self.eval_sets):
                 raise ValueError(f"{type(self.task).__name__} has no held-out problems, which `{stage}` runs on")
@@ -122,10 +122,9 @@ class PromptDataModule(pl.LightningDataModule):
                 f"{needed} (data.batch_size x ranks). Lower data.batch_size or bring more prompts."
             )
 
-    def _setup_eval_sets(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _setup_eval_sets(self, tokenizer: PreTrainedTokenizerBase, first_uid: int) -> None:
         # Held-out uids are negative, so that no held-out sequence shares its random numbers with a training one.
-        uid = -len(self.heldout_prompts) - 1
-        self.eval_prompts = []
+        uid, self.eval_prompts = first_uid, []
         for spec in self.eval_sets:
             task = spec.task or self.task
             problems = list(task.heldout_problems())[: spec.size]

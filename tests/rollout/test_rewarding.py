@@ -187,6 +187,16 @@ def test_without_a_reward_that_needs_it_no_process_is_started() -> None:
     assert not multiprocessing.active_children()
 
 
+def test_an_asynchronous_reward_needs_a_worker() -> None:
+    with pytest.raises(ValueError, match=r"'judge' is asynchronous.*rollout\.reward_workers above 0"):
+        Scorer([FunctionReward(own_rewards.judge)], num_workers=0)
+
+
+def test_a_batch_has_a_time_limit_of_its_own() -> None:
+    reward = BatchFunctionReward(own_rewards.trl_style, time_limit=77.0)
+    assert Scorer([reward, FunctionReward(own_rewards.length)], time_limit=2.0).pool.limits == [77.0, 2.0]
+
+
 @pytest.mark.parametrize("settings", [{"num_workers": -1}, {"time_limit": 0.0}], ids=str)
 def test_out_of_range(settings) -> None:
     with pytest.raises(ValueError, match=r"rollout\.reward_\w+=[-0.1]+ must be"):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trace_lightning.tasks.base import BatchReward, Failure, RewardFn, Sample
-from trace_lightning.tasks.calls import Outcome, call
+from trace_lightning.tasks.calls import Outcome, call, is_async
 from trace_lightning.tasks.pool import Call, RewardPool
 from trace_lightning.types import Completion, Problem
 
@@ -57,6 +57,12 @@ class Scorer:
         self.errors: Counter[str] = Counter()  # by reward name, over the whole run
         self.timeouts: Counter[str] = Counter()
         here = [reward.in_process or num_workers == 0 for reward in rewards]
+        for reward, inside in zip(rewards, here, strict=True):
+            if inside and is_async(reward):
+                raise ValueError(
+                    f"reward {reward.name!r} is asynchronous and needs a worker: set rollout.reward_workers above 0, "
+                    "and not in_process"
+                )
         self._here = [reward for reward, inside in zip(rewards, here, strict=True) if inside]
         apart = [reward for reward, inside in zip(rewards, here, strict=True) if not inside]
         self.pool = RewardPool(apart, num_workers or None, time_limit) if apart else None

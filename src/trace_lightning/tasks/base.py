@@ -112,10 +112,11 @@ class BatchFunctionReward(BatchReward):
 
     Args:
         function: the function, in a config by its import path.
+        time_limit: seconds for the call with all completions; None takes `rollout.reward_time_limit`.
     """
 
-    def __init__(self, function: Callable[..., Sequence[float | None]]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Sequence[float | None]], time_limit: float | None = None) -> None:
+        self.function, self.time_limit = function, time_limit
         self.name = getattr(function, "__name__", type(function).__name__)
 
     def score_batch(self, samples: Sequence[Sample]) -> Sequence[Value]:

@@ -67,6 +67,11 @@ class CodeTests(RewardFn):
         self.time_limit = (max_programs + 1) * (self.limits.seconds + 1)
         log.info("CodeTests: programs have %s", "NO PROTECTION but limits" if unconfined else protection()[1])
 
+    def prepare(self) -> None:
+        """Find out how programs can be confined here, which takes starting one."""
+        if not self.unconfined:
+            protection()
+
     def __call__(self, completion: str, problem: Problem) -> Score:
         tests = self._tests(problem)
         source = program_of(completion, fenced=self.fenced)

@@ -162,7 +162,7 @@ class RewardPool:
         where = f"the problem of row {call.first_row} cannot be sent to a reward worker"
         job = _packed((number, call.reward, call.samples, call.first_row, limit), where)
         worker.calls[number] = time.monotonic() + limit + _GRACE * worker.asynchronous
-        with contextlib.suppress(BrokenPipeError):  # if it died meanwhile, `_read` sees that on the same connection
+        with contextlib.suppress(ConnectionError):  # if it died meanwhile, `_read` sees that on the same connection
             worker.connection.send_bytes(job)
 
     def _collect(self, calls: Sequence[Call], done: dict[int, list[Outcome]], waiting: dict[int, deque[int]]) -> None:
