@@ -15,8 +15,8 @@ from trace_lightning.callbacks import Rollout
 from trace_lightning.data import EvalSet, PromptDataModule
 from trace_lightning.loading import Shuffle, SuccessCurriculum
 from trace_lightning.module import PolicyModule
-from trace_lightning.tasks import Gcd, Mixture, OneDigitProducts
-from trace_lightning.types import QuantRecipe, SamplingParams
+from trace_lightning.tasks import ExactMatch, Gcd, Mixture, OneDigitProducts, RewardFn, Task
+from trace_lightning.types import Problem, QuantRecipe, SamplingParams
 
 
 class Scheduled(PolicyModule):
@@ -105,3 +105,42 @@ def test_the_checkpoint_of_a_step_has_the_state_of_callbacks_listed_after_it(tmp
     states = torch.load(path, weights_only=True)["callbacks"]
     (own,) = [state for name, state in states.items() if name.startswith("Watch")]
     assert own == {"count": 2}
+
+
+class OneLong(Task):
+    """Seven short prompts and one that is longer than the model's context."""
+
+    def train_problems(self) -> list[Problem]:
+        return [Problem(prompt="9" * 140 + "=" if i == 3 else f"{i}0+10=", answer="1") for i in range(8)]
+
+    def heldout_problems(self) -> list[Problem]:
+        return [Problem(prompt="1+1=", answer="2")]
+
+    def rewards(self) -> list[RewardFn]:
+        return [ExactMatch()]
+
+
+@pytest.mark.parametrize(("policy", "left"), [("drop", 7), ("truncate_left", 8)])
+def test_a_run_with_a_prompt_beyond_the_context_goes_on_with_whole_groups(policy, left, caplog) -> None:
+    batches = []
+
+    class Groups(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            longest = max(len(prompt.token_ids) for prompt in batch.prompts)
+            batches.append((len(batch.prompts), len(batch.completions), longest))
+
+    pl.seed_everything(0)
+    settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    rollout = Rollout(num_generations=3, sampling=SamplingParams(max_new_tokens=5))
+    trainer = pl.Trainer(
+        max_steps=1,
+        callbacks=[rollout, Groups()],
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **settings,
+    )
+    data = PromptDataModule(OneLong(), batch_size=left, overlong_prompts=policy)
+    trainer.fit(PolicyModule("builtin:tiny-qwen3", learning_rate=1e-4), data)
+    assert "1 of 8 training prompts were longer than 123 tokens" in caplog.text
+    assert batches == [(left, 3 * left, 123 if policy == "truncate_left" else 6)]
+    assert trainer.global_step == 1
