@@ -129,8 +129,9 @@ class LocalEngine(RolloutEngine):
         known = policy.config.model_type in FUSED_FAMILIES and not own
         if self.decoder_kind == "fused" and not known:
             raise ValueError(
-                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)} and our formats, not "
-                f"{own[0] if own else policy.config.model_type}: use auto"
+                f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}: use auto"
+                if not own
+                else f"engine.decoder=fused knows our formats alone, not {own[0]}: use auto"
             )
         self._fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
         if not self._fused:
