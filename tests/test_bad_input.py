@@ -45,6 +45,35 @@ CASES = {
     "unknown attention": ("--model.attention sdpaa", ["'sdpaa'", "sdpa"]),
     "attention not installed": ("--model.attention flash_attention_2", ["flash-attn", "trace-lightning[flash-attn]"]),
     "batch larger than the data": ("--data.batch_size 100000", ["training prompts", "100000"]),
+    "unknown reward": ("--rollout.rewards [ExactMach]", ["ExactMach", "Did you mean: ExactMatch"]),
+    "reward function that is not there": (
+        "--rollout.rewards [own_rewards.lenght]",
+        ["rollout.rewards", "module 'own_rewards' has no attribute 'lenght'"],
+    ),
+    "argument before its class": (
+        "--data.task.path x.jsonl --data.task JsonlTask",
+        ["data.task", "TwoDigitAddition", "'path' is not accepted"],
+    ),
+    "missing file": ("--data.task JsonlTask --data.task.path nowhere.jsonl", ["nowhere.jsonl: no such file"]),
+    "unknown order": ("--data.order SuccesCurriculum", ["SuccesCurriculum", "Did you mean: SuccessCurriculum"]),
+    "curriculum of one task": ("--data.order SuccessCurriculum", ["training prompt 0 has none", "Mixture"]),
+    "reward that is no number": ("--rollout.rewards [own_rewards.listed]", ["'listed', row", "a list of 2"]),
+    "reward of another length": (
+        "--rollout.rewards.class_path BatchFunctionReward --rollout.rewards.function own_rewards.too_few",
+        ["'too_few', rows 0 to", "completions"],
+    ),
+    "no time for rewards": (
+        "--rollout.rewards [own_rewards.length] --rollout.reward_time_limit 0",
+        ["rollout.reward_time_limit=0"],
+    ),
+    "chat switch without a template": (
+        '--data.chat_template_kwargs {"enable_thinking":false}',
+        ["chat_template_kwargs", "no chat template"],
+    ),
+    "more passes than completions": (
+        '--data.eval_sets [{"name":"a","pass_at":[4]}]',
+        ["pass_at has 4", "num_generations=4"],
+    ),
     "nothing guided": (
         "--recipe.activations none --recipe.kv_cache fp8",
         ["nothing can be guided", "guidance.mode=none"],
@@ -56,6 +85,7 @@ CASES = {
 def test_bad_input(arguments, wanted, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRACE_LIGHTNING_DEBUG", raising=False)
     common = ["fit", "--config", FP4, "--runs_dir", str(tmp_path), "--trainer.num_sanity_val_steps", "0"]
+    common += ["--trainer.max_steps", "1", "--data.heldout_size", "4"]
     monkeypatch.setattr(sys, "argv", ["trace-fit", *common, *arguments.split()])
     with pytest.raises(SystemExit) as stopped:
         main()

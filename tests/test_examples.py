@@ -20,6 +20,9 @@ ARGUMENTS = {
     "train_without_cli": ["--steps", "2"],
     "custom_reward": ["--steps", "2"],
     "custom_loss": ["--steps", "2"],
+    "custom_task": ["--steps", "2"],
+    "custom_format": ["--steps", "2"],
+    "custom_metric": ["--steps", "2"],
     "guidance_study": [
         *("--model", "builtin:tiny-qwen3", "--lengths", "4", "8", "--sequences", "2", "--drift", "0", "1"),
         *("--rollouts", "BF16", "W4A16KV4", "W4A4KV4", "--json", "study.json", "--plot", "study.png"),
@@ -119,7 +122,7 @@ def test_example(name, tmp_path):
     CHECKS.get(name, lambda folder: None)(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["train_without_cli", "custom_reward", "custom_loss"])
+@pytest.mark.parametrize("name", ["train_without_cli", *(name for name in ARGUMENTS if name.startswith("custom_"))])
 def test_user_examples_are_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80
 

@@ -23,7 +23,7 @@ LAYERS = (
     {"types", "hparams", "quiet", "suggestions", "version"},
     {"rl", "tasks", "quantization", "models"},
     {"rollout", "metrics", "export"},
-    {"callbacks", "module", "data", "ranks", "strategy", "bench", "estimate", "probe", "env"},
+    {"callbacks", "module", "data", "loading", "ranks", "strategy", "bench", "estimate", "probe", "env"},
     {"cli"},
     {"__init__", "__main__"},
 )

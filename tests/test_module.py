@@ -251,10 +251,9 @@ def test_truncated_sampling_with_a_completion_that_is_not_scored():
         return None if len(calls) == 2 else float(len(calls) % 3)
 
     sampling = SamplingParams(max_new_tokens=5, top_k=8, record_support=8)
+    rollout = Rollout(rewards=[sometimes], num_generations=4, sampling=sampling, reward_workers=0)
     with pytest.warns(UserWarning, match="reward"):
-        metrics = fit(
-            make(), rollout=Rollout(rewards=[sometimes], num_generations=4, sampling=sampling)
-        ).callback_metrics
+        metrics = fit(make(), rollout=rollout).callback_metrics
     assert metrics["rewards/unscored_share"] == pytest.approx(1 / 16)
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
@@ -309,7 +308,8 @@ def test_a_reward_that_raises_is_counted_and_the_rest_goes_on(caplog):
             raise KeyError("missing")
         return float(len(completion))
 
-    rollout = Rollout(rewards=[sometimes], num_generations=4, sampling=SamplingParams(max_new_tokens=5))
+    sampling = SamplingParams(max_new_tokens=5)
+    rollout = Rollout(rewards=[sometimes], num_generations=4, sampling=sampling, reward_workers=0)
     with pytest.warns(UserWarning, match="reward"):
         metrics = fit(make(), rollout=rollout).callback_metrics
     assert metrics["rewards/sometimes/errors"] == 3

@@ -9,6 +9,8 @@ from trace_kernels.quantize import (
     Quantized,
     fake_quantize,
     get_format,
+    is_registered,
+    register_format,
     straight_through,
 )
 
@@ -20,9 +22,11 @@ __all__ = [
     "Quantized",
     "fake_quantize",
     "get_format",
+    "is_registered",
     "pack_bits",
     "pack_codes",
     "parity_bits",
+    "register_format",
     "straight_through",
     "unpack_bits",
     "unpack_codes",

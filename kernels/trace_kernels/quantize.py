@@ -264,8 +264,34 @@ class FP8(BlockFormat):
         return (F4.e4m3_decode(q.codes) * q.outer).to(dtype)
 
 
+_OWN: dict[str, BlockFormat] = {}
+
+
+def register_format(fmt: BlockFormat) -> None:
+    """Let recipes name a format of yours for weights and activations; it runs in plain torch, without our kernels.
+
+    Args:
+        fmt: a frozen dataclass under `BlockFormat` with `guidable = False`.
+
+    Raises:
+        ValueError: a name that is taken by another format, or a format that wants guidance.
+    """
+    if fmt.name in ("none", "nvfp4", "mxfp4", "fp8") or _OWN.get(fmt.name, fmt) != fmt:
+        raise ValueError(f"the format name {fmt.name!r} is taken")
+    if fmt.guidable:
+        raise ValueError(f"{fmt.name!r}: guided rounding is defined for our E2M1 formats alone; set guidable = False")
+    _OWN[fmt.name] = fmt
+
+
+def is_registered(name: str) -> bool:
+    """Whether a recipe's word is a format of a user's."""
+    return name in _OWN
+
+
 def get_format(name: str, *, four_over_six: bool = False) -> BlockFormat | None:
-    """The format object for a recipe's word: `none | nvfp4 | mxfp4 | fp8`. The only place that chooses.
+    """The format object for a recipe's word: `none | nvfp4 | mxfp4 | fp8`, or one that was registered.
+
+    The only place that chooses.
 
     Raises:
         ValueError: for any other word.
@@ -275,6 +301,7 @@ def get_format(name: str, *, four_over_six: bool = False) -> BlockFormat | None:
         "nvfp4": NVFP4(four_over_six=four_over_six),
         "mxfp4": MXFP4(),
         "fp8": FP8(),
+        **_OWN,
     }
     if name not in known:
         raise ValueError(f"unknown number format {name!r}; choose one of {', '.join(known)}")

@@ -43,6 +43,7 @@ from trace_lightning.callbacks import (
     RunSummary,
 )
 from trace_lightning.data import PromptDataModule
+from trace_lightning.loading import PromptOrder
 from trace_lightning.module import PolicyModule
 from trace_lightning.rl import AdvantageEstimator, Correction, PolicyLoss
 from trace_lightning.rollout.base import RolloutEngine
@@ -55,7 +56,7 @@ DESCRIPTION = (
     "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented, "
     "`trace-fit probe` says whether a model is ready for FP4, `trace-fit env` what to paste into a bug report."
 )
-COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, RolloutEngine)
+COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, PromptOrder, RolloutEngine)
 
 
 class TraceParser(LightningArgumentParser):

@@ -45,7 +45,7 @@ _VARIABLES = (
 _VARIABLES_OF = ("NCCL_", "TRACE_LIGHTNING_", "HF_")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w.-]+)['\"]")
-_USERS_EXTRAS = ("flash-attn", "math", "gym", "peft", "export", "loggers", "gguf")
+_USERS_EXTRAS = ("flash-attn", "math", "data", "gym", "peft", "export", "loggers", "gguf")
 
 
 def _version(name: str) -> str | None:

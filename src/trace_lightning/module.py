@@ -30,6 +30,7 @@ from trace_lightning.metrics import (
     PositionMetrics,
     argmax_agreement,
     audit_metrics,
+    evaluation_values,
     inner_step_metrics,
 )
 from trace_lightning.metrics.tally import RankMeans
@@ -389,7 +390,7 @@ class PolicyModule(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """Held-out reward under the rollout policy (sampled, as in training)."""
+        """Held-out reward under the rollout policy (sampled as in training, or as the held-out set says)."""
         self._evaluate(batch, "heldout")
 
     def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -399,10 +400,10 @@ class PolicyModule(pl.LightningModule):
     def _evaluate(self, batch: RolloutBatch, prefix: str) -> None:
         if batch.rewards_B is None:
             raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
-        scored = batch.rewards_B[~batch.rewards_B.isnan()]
-        lengths = torch.tensor([float(len(c.token_ids)) for c in batch.completions])
-        self._means.add(f"{prefix}/reward", float(scored.mean()), len(scored))
-        self._means.add(f"{prefix}/mean_length", float(lengths.mean()), len(lengths))
+        if batch.evaluation is not None:
+            prefix = f"{prefix}/{batch.evaluation.name}"
+        for name, (value, count) in evaluation_values(batch).items():
+            self._means.add(f"{prefix}/{name}", float(value), count)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self._means.compute())

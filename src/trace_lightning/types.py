@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # a reward worker reads `Problem` from here, and starts in a tenth of the time without torch
+    from torch import Tensor
 
-if TYPE_CHECKING:
     from trace_lightning.quantization.guidance import GuidanceRecord
 
 FormatName = Literal["none", "nvfp4", "mxfp4", "fp8"]
@@ -291,6 +291,44 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalSpec:
+    """How one held-out set is drawn and judged. Its values are logged as `heldout/<name>/...`.
+
+    Args:
+        name: letters, digits, `_`, `-` and `.`.
+        sampling: None takes `rollout.eval_sampling`.
+        num_generations: completions per problem.
+        pass_at: values of k for which pass@k is logged, each at most `num_generations`.
+        correct_from: a reward counts as correct from here on.
+    """
+
+    name: str
+    sampling: SamplingParams | None = None
+    num_generations: int = 1
+    pass_at: list[int] = field(default_factory=list)
+    correct_from: float = 1.0
+
+    def __post_init__(self) -> None:
+        where = f"data.eval_sets: {self.name!r}"
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"{where} is no name for a metric: use letters, digits, '_', '-' and '.'")
+        if self.num_generations < 1:
+            raise ValueError(f"{where}: num_generations={self.num_generations} must be at least 1")
+        for k in self.pass_at:
+            if not 1 <= k <= self.num_generations:
+                raise ValueError(
+                    f"{where}: pass_at has {k}, but {self.num_generations} completions are drawn per problem. Use 1 to "
+                    f"{self.num_generations}, or set num_generations={max(k, 1)}"
+                )
+        sampling = self.sampling
+        if sampling is not None and sampling.temperature == 0 and self.num_generations > 1:
+            raise ValueError(
+                f"{where}: sampling.temperature=0 draws the same completion {self.num_generations} times. Set "
+                "num_generations=1 (and pass_at=[1]), or a temperature above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """One question before tokenisation. `prompt` is plain text, or chat messages for the tokenizer's template."""
 
@@ -346,6 +384,8 @@ class RolloutBatch:
     rollout_logprobs_BT: Tensor | None = None
     rewards_B: Tensor | None = None
     rewards_by_name: dict[str, list[float]] = field(default_factory=dict)
+    reward_reasons: dict[str, list[str]] = field(default_factory=dict)  # by name, empty where a reward gave none
+    evaluation: EvalSpec | None = None  # of a held-out set with settings of its own
     advantages_B: Tensor | None = None
     sampling: SamplingParams | None = None
     guidance: GuidanceRecord | None = None

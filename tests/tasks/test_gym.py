@@ -140,3 +140,55 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ImportError, match=r"trace-lightning\[gym\]"):
         ReasoningGym("sums", size=3, heldout_size=1)
     assert GymScore("sums", {}).name == "gym_score"  # nothing is imported before it is needed
+
+
+class Attribute:
+    """A scalar attribute of a curriculum."""
+
+    def __init__(self, field_name: str, levels: list[int]) -> None:
+        self.field_name, self.levels = field_name, levels
+
+
+class Levels:
+    """Like a BaseCurriculum: the operands grow with the level."""
+
+    def __init__(self) -> None:
+        self.attributes = {"largest": Attribute("largest", [10, 100, 10**6])}
+        self.level = 0
+
+    def set_global_level(self, level: int) -> None:
+        self.level = level
+
+    def generate_configuration(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(largest=self.attributes["largest"].levels[self.level], seed=None, size=500)
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("reasoning_gym.factory")
+    module.has_curriculum = lambda name: True
+    module.create_curriculum = lambda name: Levels()
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", module)
+
+
+def largest_operand(task: ReasoningGym) -> int:
+    return max(p.info["entry"]["metadata"]["sum"] for p in task.train_problems())
+
+
+def test_difficulty_is_a_level_of_the_tasks_own_curriculum(factory) -> None:
+    sizes = [largest_operand(ReasoningGym("sums", size=50, heldout_size=0, difficulty=level)) for level in (0, 1, 2)]
+    assert sizes[0] < 20 < sizes[1] < 200 < sizes[2]
+    own = ReasoningGym("sums", size=50, heldout_size=0, difficulty=2, config={"largest": 10})
+    assert largest_operand(own) < 20  # what is set goes before the level
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+def test_levels_that_are_not_there_are_refused_with_those_that_are(factory, level: int) -> None:
+    with pytest.raises(ValueError, match=rf"difficulty={level}, but 'sums' has the levels 0 to 2"):
+        ReasoningGym("sums", size=5, heldout_size=0, difficulty=level)
+
+
+def test_a_task_without_levels_says_so(factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["reasoning_gym.factory"], "has_curriculum", lambda name: False)
+    with pytest.raises(ValueError, match="'sums' has no levels of difficulty"):
+        ReasoningGym("sums", size=5, heldout_size=0, difficulty=0)

@@ -26,8 +26,9 @@ _MAX_CELL = 160  # characters; the file has the rest
 class CompletionsLogger(Callback):
     """Appends completions to `completions.jsonl` and prints a few.
 
-    A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`),
-    `prompt` (text or chat messages), `completion`, `reward` and `rewards` by name (null: not scored), `finish_reason`,
+    A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`;
+    `heldout/NAME` for a set of `data.eval_sets`), `prompt` (text or chat messages), `completion`, `reward` and
+    `rewards` by name (null: not scored), `reasons` by name where a reward gave one or failed, `finish_reason`,
     `policy_version`, `num_tokens` and `mean_logprob` under the rollout.
 
     Args:
@@ -117,6 +118,8 @@ class CompletionsLogger(Callback):
 
 def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[str, Any]]:
     """One plain dict per completion of a filled batch."""
+    if batch.evaluation is not None:
+        split = f"{split}/{batch.evaluation.name}"
     rewards = [math.nan] * len(batch.completions) if batch.rewards_B is None else batch.rewards_B.tolist()
     return [
         {
@@ -126,6 +129,7 @@ def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[
             "completion": completion.text,
             "reward": rewards[i],
             "rewards": {name: float(values[i]) for name, values in batch.rewards_by_name.items()},
+            "reasons": {name: texts[i] for name, texts in batch.reward_reasons.items() if texts[i]},
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "num_tokens": len(completion.token_ids),

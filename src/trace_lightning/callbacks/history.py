@@ -34,6 +34,7 @@ METRICS = {
     **{f"{phase}_s": f"timing/{phase}_s" for phase in PHASES},
 }
 HELDOUT = {"reward": "heldout/reward", "mean_length": "heldout/mean_length"}
+_HELDOUT_PREFIX = "heldout/"
 _WINDOW = 5  # steps over which the first and the last training reward are averaged
 
 Record = dict[str, float]
@@ -47,6 +48,12 @@ def pick(names: Mapping[str, str], metrics: Mapping[str, Tensor | float]) -> Rec
         return {}
     values = torch.stack([torch.as_tensor(value).detach().double().cpu() for value in found.values()]).tolist()
     return dict(zip(found, values, strict=True))
+
+
+def pick_heldout(metrics: Mapping[str, Tensor | float]) -> Record:
+    """All held-out metrics; those of a set with settings of its own keep its name: `aime/pass@4`."""
+    names = {key.removeprefix(_HELDOUT_PREFIX): key for key in metrics if key.startswith(_HELDOUT_PREFIX)}
+    return pick(HELDOUT | {name: key for name, key in names.items() if "/" in name}, metrics)
 
 
 @dataclass
@@ -92,6 +99,7 @@ class RunHistory:
 
         * `reward`: training reward, mean over the first and the last 5 steps
         * `heldout`: of the first and the last validation, and the optimizer steps behind the weights of each
+        * `eval_sets`: `first` and `last` value of every metric of the held-out sets with settings of their own
         * `divergence`: |log p(trainer) - log p(rollout)| of sampled tokens, `mean` and `k3` as means over the steps,
           `max` as the maximum of the run
         * `code_mismatch`: share of audited FP4 codes in which trainer and rollout differ, mean over the steps;
@@ -111,6 +119,7 @@ class RunHistory:
                 "first_step": None if not first else int(first["step"]),
                 "last_step": None if not last else int(last["step"]),
             },
+            "eval_sets": self._eval_sets(),
             "divergence": {
                 "mean_abs_dlogp": mean(measured(self.column("mean_abs_dlogp"))),
                 "max_abs_dlogp": max(measured(self.column("max_abs_dlogp")), default=None),
@@ -126,6 +135,11 @@ class RunHistory:
             "rollouts": len(self.steps),
             "seconds": round(self.seconds, 3),
         }
+
+    def _eval_sets(self) -> dict[str, dict[str, float]]:
+        names = sorted({name for record in self.heldout for name in record if "/" in name})
+        found = {name: [record[name] for record in self.heldout if name in record] for name in names}
+        return {name: {"first": values[0], "last": values[-1]} for name, values in found.items()}
 
     def _per_position(self) -> dict[str, Any]:
         slope = position_slope(self.positions)

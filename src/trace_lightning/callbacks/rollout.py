@@ -59,6 +59,9 @@ class Rollout(Callback):
         eval_sampling: how, in validation, test and predict; default: as in training.
         num_generations_eval: completions per held-out prompt.
         mask_truncated_completions: do not learn from completions that hit the length limit.
+        reward_workers: processes for rewards that do not run in this one (`RewardFn.in_process`); None chooses by the
+            cores there are; 0 runs all rewards in this process, where a call that hangs cannot be cut off.
+        reward_time_limit: seconds per reward call in a worker; a call beyond it is stopped and not scored.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -74,6 +77,8 @@ class Rollout(Callback):
         eval_sampling: SamplingParams | None = None,
         num_generations_eval: int = 1,
         mask_truncated_completions: bool = False,
+        reward_workers: int | None = None,
+        reward_time_limit: float = 10.0,
     ) -> None:
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -85,7 +90,9 @@ class Rollout(Callback):
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
+        self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
         self.scorer: Scorer | None = None
+        self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
         self.on_phase: Callable[[str], None] | None = None
         self.phase = "idle"
@@ -111,7 +118,8 @@ class Rollout(Callback):
                 # Every estimator that ships compares completions of one prompt; let it say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
         if self.scorer is None:
-            self.scorer = Scorer(self._reward_functions(trainer), self.reward_weights)
+            functions = self._reward_functions(trainer)
+            self.scorer = Scorer(functions, self.reward_weights, self.reward_workers, self.reward_time_limit)
         self._watch = self._watch or ParentWatch.start_for(trainer)
         check_same_settings(trainer, self._settings(trainer, pl_module))
         # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
@@ -146,6 +154,23 @@ class Rollout(Callback):
         self._signals.restore()
         if self._watch is not None and is_joint(trainer, exception):
             self._watch.linger_at_exit()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the reward workers."""
+        for scorer in (self.scorer, *self._eval_scorers.values()):
+            if scorer is not None:
+                scorer.close()
+
+    def _scorer(self, batch: RolloutBatch) -> Scorer:
+        """The run's scorer, or that of a held-out set with a task of its own."""
+        assert self.scorer is not None
+        task = getattr(batch.evaluation, "task", None)
+        if batch.evaluation is None or task is None:
+            return self.scorer
+        name = batch.evaluation.name
+        if name not in self._eval_scorers:
+            self._eval_scorers[name] = Scorer(task.rewards(), None, self.reward_workers, self.reward_time_limit)
+        return self._eval_scorers[name]
 
     def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
         given: Sequence[Reward] | None = self.rewards
@@ -198,6 +223,9 @@ class Rollout(Callback):
             values |= metric.compute()
             metric.reset()
         values |= self._counts(trainer, batch, lengths)
+        observe = getattr(getattr(trainer, "datamodule", None), "observe", None)  # of a PromptDataModule
+        if observe is not None:
+            values |= observe(batch)
         values["policy_version"] = float(batch.policy_version)
         pl_module.log_dict(values, batch_size=len(batch.prompts))
         if pl_module.guidance_failed and pl_module.recipe.guidance.fallback:
@@ -207,13 +235,14 @@ class Rollout(Callback):
     def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, lengths: torch.Tensor) -> dict[str, float]:
         """Counts of this step, and of the run for errors, over all ranks."""
         assert self.scorer is not None
-        own = {"num_tokens": int(lengths.sum()), "rollout/preempted": int(batch.stats.get("preempted", 0))}
-        own |= {f"rewards/{name}/errors": self.scorer.errors[name] for name in self.scorer.names}
-        total = trainer.strategy.reduce(torch.tensor(list(own.values()), device=lengths.device), reduce_op="sum")
+        own = {"num_tokens": float(lengths.sum()), "rollout/preempted": float(batch.stats.get("preempted", 0))}
+        own |= self.scorer.metrics()
+        mine = torch.tensor(list(own.values()), dtype=torch.float64, device=lengths.device)
+        total = trainer.strategy.reduce(mine, reduce_op="sum")
         counts = dict(zip(own, map(float, total.tolist()), strict=True))
         if "preempted" not in batch.stats:
             del counts["rollout/preempted"]
-        return {name: count for name, count in counts.items() if count or not name.endswith("/errors")}
+        return {name: count for name, count in counts.items() if count or not name.startswith("rewards/")}
 
     def _widen_guidance(self) -> None:
         """The recorded sites do not hold the trainer to the rollout's codes: have all of them recorded from now on."""
@@ -227,9 +256,12 @@ class Rollout(Callback):
             self.on_phase(phase)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
+        spec, sampling, count = batch.evaluation, self.eval_sampling, self.num_generations_eval
+        if spec is not None:
+            sampling, count = spec.sampling or sampling, spec.num_generations
         self._sync(trainer, pl_module, batch)
         with together(trainer, self._signals.error):
-            self._fill(pl_module, batch, self.eval_sampling, self.num_generations_eval, record=False)
+            self._fill(pl_module, batch, sampling, count, record=False)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
@@ -265,15 +297,14 @@ class Rollout(Callback):
         *,
         record: bool,
     ) -> None:
-        assert self.scorer is not None
         begin = time.perf_counter()
         self._enter("rollout")
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
         self._enter("reward")
-        texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
+        scored = self._scorer(batch)(batch.completions, problems)
+        batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = scored
         batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
         batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)
         batch.guidance, batch.stats = generation.guidance, generation.stats

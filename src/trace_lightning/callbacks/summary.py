@@ -29,7 +29,7 @@ from rich.table import Table
 
 from trace_lightning.callbacks.curves import draw_curves
 from trace_lightning.callbacks.folder import run_folder, shared_console, stopped_by_user, write_text
-from trace_lightning.callbacks.history import HELDOUT, METRICS, RunHistory, json_safe, pick
+from trace_lightning.callbacks.history import METRICS, RunHistory, json_safe, pick, pick_heldout
 from trace_lightning.version import __version__
 
 _ROWS = {
@@ -87,13 +87,15 @@ class RunSummary(Callback):
         """Keep the held-out metrics of a validation inside `fit`."""
         if trainer.state.fn != "fit":
             return
-        values = pick(HELDOUT, trainer.callback_metrics)
+        values = pick_heldout(trainer.callback_metrics)
         if not values:
             return
         self.history.heldout.append({"step": float(trainer.global_step), **values})
         if trainer.sanity_checking:
             for logger in trainer.loggers:
-                logger.log_metrics({HELDOUT[name]: value for name, value in values.items()}, step=trainer.global_step)
+                logger.log_metrics(
+                    {f"heldout/{name}": value for name, value in values.items()}, step=trainer.global_step
+                )
                 logger.save()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,6 +170,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     else:
         values = f"{_number(heldout['first'])} → {_number(heldout['last'])}"
         table.add_row(f"held-out reward, {first} and {last}", values, end_section=True)
+    for i, (name, ends) in enumerate(summary["eval_sets"].items()):
+        values = f"{_number(ends['first'])} → {_number(ends['last'])}"
+        table.add_row(name, values, end_section=i == len(summary["eval_sets"]) - 1)
     for group, rows in _ROWS.items():
         for i, (name, label) in enumerate(rows.items()):
             table.add_row(label, _number(summary[group][name]), end_section=i == len(rows) - 1)

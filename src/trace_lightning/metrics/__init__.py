@@ -3,6 +3,7 @@
 from trace_lightning.metrics.audit import audit_metrics, audit_values, inner_step_metrics, layer_rows, site_means
 from trace_lightning.metrics.completions import CompletionMetrics
 from trace_lightning.metrics.divergence import DivergenceMetrics
+from trace_lightning.metrics.evaluation import evaluation_values, pass_at_k
 from trace_lightning.metrics.functional import argmax_agreement, divergence_metrics, divergence_sums
 from trace_lightning.metrics.positions import PositionMetrics, PositionSlope, position_curve, position_slope
 from trace_lightning.metrics.reward import RewardMetrics
@@ -20,8 +21,10 @@ __all__ = [
     "audit_values",
     "divergence_metrics",
     "divergence_sums",
+    "evaluation_values",
     "inner_step_metrics",
     "layer_rows",
+    "pass_at_k",
     "position_curve",
     "position_slope",
     "site_means",

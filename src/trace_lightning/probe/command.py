@@ -215,7 +215,8 @@ def _scorer(parsed: Namespace, task: Task | None) -> Scorer:
     given = parsed.rollout.rewards
     rewards = list(task.rewards()) if given is None and task is not None else list(given or [])
     functions = [reward if isinstance(reward, RewardFn) else FunctionReward(reward) for reward in rewards]
-    return Scorer(functions, parsed.rollout.reward_weights)
+    settings = parsed.rollout
+    return Scorer(functions, settings.reward_weights, settings.reward_workers, settings.reward_time_limit)
 
 
 def _load(parsed: Namespace, device: torch.device, seed: int) -> PreTrainedModel:

@@ -259,7 +259,7 @@ class Study:
             progress=self.progress,
         )
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        rewards, _ = self.scorer([completion.text for completion in batch.completions], problems)
+        rewards, _, _ = self.scorer(batch.completions, problems)
         self.scorer.stop_if_all_failed()
         described = outputs.describe(batch.completions)
         return {"questions": outputs.per_question(rewards.tolist(), samples), "outputs": described}

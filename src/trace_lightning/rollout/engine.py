@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_kernels import BlockFormat, get_format
+from trace_kernels import BlockFormat, get_format, is_registered
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.models.sharding import Weights
@@ -124,10 +124,15 @@ class LocalEngine(RolloutEngine):
     def setup(
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe, *, dtype: torch.dtype
     ) -> None:
-        known = policy.config.model_type in FUSED_FAMILIES
+        own = [name for name in (recipe.weights, recipe.activations) if is_registered(name)]
+        if is_registered(recipe.kv_cache):
+            raise ValueError(f"recipe.kv_cache={recipe.kv_cache}: pages have codes of our own formats only")
+        known = policy.config.model_type in FUSED_FAMILIES and not own
         if self.decoder_kind == "fused" and not known:
             raise ValueError(
                 f"engine.decoder=fused knows {', '.join(FUSED_FAMILIES)}, not {policy.config.model_type}: use auto"
+                if not own
+                else f"engine.decoder=fused knows our formats alone, not {own[0]}: use auto"
             )
         self._fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
         if not self._fused:

@@ -1,25 +1,46 @@
 """Tasks and rewards."""
 
 from trace_lightning.tasks.arithmetic import Gcd, OneDigitProducts, TwoDigitAddition
-from trace_lightning.tasks.base import FunctionReward, RewardFn, Task
+from trace_lightning.tasks.base import BatchFunctionReward, BatchReward, FunctionReward, RewardFn, Sample, Score, Task
+from trace_lightning.tasks.code import CodeTests
 from trace_lightning.tasks.gym import GymScore, ReasoningGym
-from trace_lightning.tasks.jsonl import JsonlTask
+from trace_lightning.tasks.maths import MathVerify
+from trace_lightning.tasks.mixture import Mixture
+from trace_lightning.tasks.penalties import CutOff, Overlong, Repetition
 from trace_lightning.tasks.progressions import ArithmeticProgressions, RightSteps
-from trace_lightning.tasks.rewards import ExactMatch, IntegerMatch
+from trace_lightning.tasks.rewards import ExactMatch, Format, IntegerMatch, RegexMatch
+from trace_lightning.tasks.rows import DatasetTask, JsonlTask, ParquetTask, RowsTask
+from trace_lightning.tasks.sandbox import Limits
 from trace_lightning.tasks.split import split_by_question
 
 __all__ = [
     "ArithmeticProgressions",
+    "BatchFunctionReward",
+    "BatchReward",
+    "CodeTests",
+    "CutOff",
+    "DatasetTask",
     "ExactMatch",
+    "Format",
     "FunctionReward",
     "Gcd",
     "GymScore",
     "IntegerMatch",
     "JsonlTask",
+    "Limits",
+    "MathVerify",
+    "Mixture",
     "OneDigitProducts",
+    "Overlong",
+    "ParquetTask",
     "ReasoningGym",
+    "RegexMatch",
+    "Repetition",
     "RewardFn",
     "RightSteps",
+    "RowsTask",
+    "Sample",
+    "Score",
     "Task",
     "TwoDigitAddition",
     "split_by_question",

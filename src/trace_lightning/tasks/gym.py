@@ -8,7 +8,9 @@ Three of its habits would mislead an RL run, and are dealt with here:
   * `score_answer` gives wrong answers a little (0.01, or more for partial credit). Group normalisation turns such a
     difference into a full-sized advantage, so by default a score counts as 1 from 0.999 on and as 0 below.
 
-What was left out: curricula, and the composite data set, which mixes tasks with scores of different meaning.
+`difficulty` sets every attribute of the task's own curriculum to that level. Several levels or tasks together are a
+`Mixture`, and `SuccessCurriculum` moves along them. What was left out: the package's composite data set, which mixes
+scores of different meaning, and its coach, which changes tasks in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -22,6 +24,24 @@ from trace_lightning.types import Problem
 
 HELDOUT_SEED_DISTANCE = 10**9  # beyond any training size, so the held-out set stays the same when the size changes
 INSTRUCTION = "Write the final answer between <answer> and </answer>."
+
+
+def _at_difficulty(name: str, level: int) -> dict[str, Any]:
+    """Options of a task at one level of its curriculum; attributes with fewer levels stay at their last."""
+    _create(name, 1, 0, {})  # complains about an unknown name, and about a package that is missing
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(name):
+        raise ValueError(f"ReasoningGym: {name!r} has no levels of difficulty; set its options in config")
+    curriculum = create_curriculum(name)
+    highest = max((len(attribute.levels) - 1 for attribute in curriculum.attributes.values()), default=0)
+    if not 0 <= level <= highest:
+        raise ValueError(f"ReasoningGym: difficulty={level}, but {name!r} has the levels 0 to {highest}")
+    curriculum.set_global_level(level)
+    options = curriculum.generate_configuration()
+    fields = ("field_name", "lower_field_name", "upper_field_name")
+    names = {getattr(a, field) for a in curriculum.attributes.values() for field in fields if hasattr(a, field)}
+    return {name: getattr(options, name) for name in names}
 
 
 def _create(name: str, size: int, seed: int, config: dict[str, Any]) -> Any:
@@ -66,12 +86,16 @@ class GymScore(RewardFn):
         # some data sets hold lambdas and cannot be sent to a reward worker, which makes its own
         return {**self.__dict__, "_scorer": None}
 
+    def prepare(self) -> None:
+        """Import the package (2 seconds) and make the task, so that no call pays."""
+        if self._scorer is None:
+            self._scorer = _create(self.dataset, 1, 0, self.config)
+
     def __call__(self, completion: str, problem: Problem) -> float:
         answer = self._answer(completion)
         if answer is None:
             return 0.0
-        if self._scorer is None:
-            self._scorer = _create(self.dataset, 1, 0, self.config)
+        self.prepare()
         score = float(self._scorer.score_answer(answer, problem.info["entry"]))
         return score if self.threshold is None else float(score >= self.threshold)
 
@@ -92,7 +116,9 @@ class ReasoningGym(Task):
         heldout_size: distinct held-out questions; fewer if the configuration does not have as many.
         seed: seed of the training items, which use `seed` to `seed + size - 1`.
         heldout_seed: seed of the held-out items; the default is far from any training size.
-        config: options of the task.
+        difficulty: level of the task's curriculum, from 0; null leaves the package's defaults. Where an attribute is a
+            range, it reaches from the lowest level's value to this level's.
+        config: options of the task; they override those of the difficulty.
         threshold: score that counts as right; null passes partial credit through.
         instruction: added to each question after a blank line; empty adds nothing.
         answer_tag: where the answer is looked for; null takes the whole completion.
@@ -111,6 +137,7 @@ class ReasoningGym(Task):
         heldout_size: int = 200,
         seed: int = 0,
         heldout_seed: int | None = None,
+        difficulty: int | None = None,
         config: dict[str, Any] | None = None,
         threshold: float | None = 0.999,
         instruction: str = INSTRUCTION,
@@ -119,7 +146,7 @@ class ReasoningGym(Task):
     ) -> None:
         if size < 1 or heldout_size < 0:
             raise ValueError(f"ReasoningGym: size={size} must be at least 1 and heldout_size={heldout_size} at least 0")
-        config = dict(config or {})
+        config = ({} if difficulty is None else _at_difficulty(name, difficulty)) | (config or {})
         heldout_seed = seed + HELDOUT_SEED_DISTANCE if heldout_seed is None else heldout_seed
         if seed < heldout_seed + heldout_size and heldout_seed < seed + size:
             raise ValueError(

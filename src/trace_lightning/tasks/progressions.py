@@ -30,6 +30,7 @@ class RightSteps(RewardFn):
     """
 
     name = "right_steps"
+    in_process = True
 
     def __call__(self, completion: str, problem: Problem) -> float:
         previous, step, terms = (int(problem.info[name]) for name in ("last", "step", "terms"))

@@ -1,10 +1,14 @@
-"""Rewards that ship with the library. Each is a few lines: copy one to start your own."""
+"""Rewards that compare texts. Each is a few lines: copy one to start your own.
+
+They run inside the training process: comparing costs less than sending. `RegexMatch` and `Format` take patterns of the
+user's, which can run for hours on an unlucky text, and so run in a worker.
+"""
 
 from __future__ import annotations
 
 import re
 
-from trace_lightning.tasks.base import RewardFn
+from trace_lightning.tasks.base import RewardFn, Score
 from trace_lightning.types import Problem
 
 
@@ -12,6 +16,7 @@ class ExactMatch(RewardFn):
     """1.0 if the stripped completion equals the stripped answer, else 0.0."""
 
     name = "exact_match"
+    in_process = True
 
     def __call__(self, completion: str, problem: Problem) -> float:
         return float(completion.strip() == str(problem.answer).strip())
@@ -25,8 +30,66 @@ class IntegerMatch(RewardFn):
     """
 
     name = "integer_match"
+    in_process = True
 
     def __call__(self, completion: str, problem: Problem) -> float:
         first_line = completion.split("\n", 1)[0].strip()
         is_integer = re.fullmatch(r"[+-]?[0-9]{1,40}", first_line) is not None
         return float(is_integer and int(first_line) == int(problem.answer))
+
+
+class RegexMatch(RewardFn):
+    r"""1.0 if what the pattern finds last in the completion equals the answer, else 0.0.
+
+    Args:
+        pattern: regular expression with one group, e.g. `####\s*(-?[0-9]+)`; `.` matches line ends too.
+        ignore_case: compare without regard to case, and match the pattern likewise.
+
+    Raises:
+        ValueError: not a regular expression, or not with exactly one group.
+    """
+
+    name = "regex_match"
+
+    def __init__(self, pattern: str, ignore_case: bool = False) -> None:
+        self.ignore_case = ignore_case
+        self.pattern = _compiled("RegexMatch", pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+        if self.pattern.groups != 1:
+            raise ValueError(f"RegexMatch: pattern={pattern!r} has {self.pattern.groups} groups, exactly one is needed")
+
+    def __call__(self, completion: str, problem: Problem) -> Score:
+        found = self.pattern.findall(completion)
+        if not found:
+            return Score(0.0, "the pattern is not found")
+        given, wanted = found[-1].strip(), str(problem.answer).strip()
+        if self.ignore_case:
+            given, wanted = given.casefold(), wanted.casefold()
+        return Score(float(given == wanted), f"found {given[:80]!r}")
+
+
+class Format(RewardFn):
+    r"""1.0 if the whole completion has a given form, else 0.0. It says nothing about the answer.
+
+    Args:
+        pattern: regular expression for the stripped completion; `.` matches line ends too. The default asks for one
+            block of thought and one answer, each exactly once.
+
+    Raises:
+        ValueError: not a regular expression.
+    """
+
+    name = "format"
+    THINK_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>"
+
+    def __init__(self, pattern: str = THINK_ANSWER) -> None:
+        self.pattern = _compiled("Format", pattern, re.DOTALL)
+
+    def __call__(self, completion: str, problem: Problem) -> float:
+        return float(self.pattern.fullmatch(completion.strip()) is not None)
+
+
+def _compiled(who: str, pattern: str, flags: int) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"{who}: pattern={pattern!r} is not a regular expression: {error}") from error

@@ -1,14 +1,15 @@
-"""JSONL prompts: what is read, how it is split, and that a bad row is named by file, line and key."""
+"""Prompts from files (JSONL, Parquet, saved data sets): what is read, how it is split, and how bad rows are named."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trace_lightning.tasks import ExactMatch, IntegerMatch, JsonlTask
+from trace_lightning.tasks import DatasetTask, ExactMatch, IntegerMatch, JsonlTask, ParquetTask
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 
@@ -90,6 +91,7 @@ GOOD = {"prompt": "a", "answer": "b"}
         ([GOOD, "", {"answer": "b"}], r"a\.jsonl, line 3: no key 'prompt'; the row has 'answer'"),
         ([GOOD, {"prompt": "c"}], r"a\.jsonl, line 2: no key 'answer'"),
         ([GOOD, {}], r"a\.jsonl, line 2: no key 'prompt'; the row has none"),
+        ([GOOD, {"prompt": "c", "answer": None}], r"a\.jsonl, line 2: key 'answer' is null; set answer_key=null"),
         ([{"prompt": "", "answer": 1}], r"a\.jsonl, line 1: key 'prompt' is empty"),
         ([{"prompt": 7, "answer": 1}], r"a\.jsonl, line 1: key 'prompt' must be text or a list of chat messages"),
         ([{"prompt": [], "answer": 1}], r"a\.jsonl, line 1: key 'prompt' must be text or a list"),
@@ -122,3 +124,102 @@ def test_other_bad_input(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a", "answer": 1}\n{"prompt": "\xe9"}')
     with pytest.raises(ValueError, match=r"latin\.jsonl, line 2: not UTF-8"):
         JsonlTask(str(tmp_path / "latin.jsonl"))
+
+
+def test_a_template_makes_the_prompt_of_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"question": "1+1?", "unit": "m", "prompt": "mine", "answer": 2})
+    task = JsonlTask(path, heldout_fraction=0, template="{{Q}} {question} in {unit}:")
+    (problem,) = task.train_problems()
+    assert problem.prompt == "{Q} 1+1? in m:"
+    assert problem.info == {"question": "1+1?", "unit": "m", "prompt": "mine"}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: no key 'query'; the row has 'question', 'unit'"):
+        JsonlTask(path, heldout_fraction=0, template="{query}")
+
+
+@pytest.mark.parametrize("template", ["no columns", "{question", "{0}", "{a.b}"])
+def test_bad_templates(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ValueError, match=r"JsonlTask: template="):
+        JsonlTask(write(tmp_path / "a.jsonl", GOOD), template=template)
+
+
+def test_plain_prompts_become_chats_with_a_system_message(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD)
+    (problem,) = JsonlTask(path, heldout_fraction=0, chat=True, system="Be brief.").train_problems()
+    assert problem.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=r"line 1: system='Be brief\.' needs chat messages; set chat=true"):
+        JsonlTask(path, heldout_fraction=0, system="Be brief.")
+
+
+def test_a_held_out_file_that_leaks_is_said(tmp_path: Path, caplog) -> None:
+    train = write(tmp_path / "a.jsonl", GOOD, {"prompt": "b", "answer": 1})
+    heldout = write(tmp_path / "b.jsonl", GOOD, {"prompt": "c", "answer": 1})
+    JsonlTask(train, heldout_path=heldout)
+    assert "1 of the 2 held-out prompts" in caplog.text
+
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(40)]
+
+
+@pytest.fixture(params=["parquet", "folder of parquet", "dataset", "split"])
+def stored(request, tmp_path: Path):
+    """(task class, path) of the same rows in each container."""
+    if "parquet" in request.param:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parts = {"a": ROWS} if request.param == "parquet" else {"a": ROWS[:25], "b": ROWS[25:]}
+        for name, rows in parts.items():
+            parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+        return ParquetTask, str(tmp_path if len(parts) == 2 else tmp_path / "a.parquet")
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(ROWS)
+    if request.param == "split":
+        made = datasets.DatasetDict({"train": made, "test": made.select([0])})
+    made.save_to_disk(tmp_path / "saved")
+    return DatasetTask, str(tmp_path / "saved") + (":train" if request.param == "split" else "")
+
+
+def test_every_container_gives_the_same_problems(stored, tmp_path: Path) -> None:
+    kind, path = stored
+    wanted = JsonlTask(write(tmp_path / "same.jsonl", *ROWS))
+    task = kind(path)
+    assert task.train_problems() == wanted.train_problems()
+    assert task.heldout_problems() == wanted.heldout_problems()
+
+
+def test_an_unknown_column_is_named_with_file_row_and_columns(stored) -> None:
+    kind, path = stored
+    with pytest.raises(ValueError, match=r"row 0: no key 'question'; the row has 'prompt', 'answer', 'level'"):
+        kind(path, prompt_key="question")
+
+
+def test_bad_containers(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "no.parquet").write_text("text")
+    for kind, path, message in [
+        (ParquetTask, "none.parquet", "no such file"),
+        (ParquetTask, "no.parquet", "not a Parquet file"),
+        (DatasetTask, "none", "no such folder"),
+        (DatasetTask, ".", "not a folder that `save_to_disk` wrote"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kind(str(tmp_path / path))
+    made = datasets.Dataset.from_list(ROWS[:2])
+    made.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "two")
+    for path, message in [
+        ("two", "the splits train, test"),
+        ("two:dev", "the splits train, test"),
+        ("one:x", "no splits"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            DatasetTask(str(tmp_path / path))
+    made.select([]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(ValueError, match="has no rows"):
+        DatasetTask(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(("kind", "package"), [(ParquetTask, "pyarrow"), (DatasetTask, "datasets")])
+def test_a_missing_package_names_the_extra(kind, package, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"trace-lightning\[data\]"):
+        kind(str(tmp_path))
