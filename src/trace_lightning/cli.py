@@ -44,7 +44,7 @@ from trace_lightning.callbacks import (
 )
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
-from trace_lightning.rl import AdvantageEstimator, Correction, PolicyLoss
+from trace_lightning.rl import AdvantageEstimator, Correction, KLEstimator, LengthPenalty, PolicyLoss
 from trace_lightning.rollout.base import RolloutEngine
 from trace_lightning.suggestions import did_you_mean, vocabulary
 from trace_lightning.tasks import RewardFn, Task
@@ -55,7 +55,10 @@ DESCRIPTION = (
     "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented, "
     "`trace-fit probe` says whether a model is ready for FP4, `trace-fit env` what to paste into a bug report."
 )
-COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, RolloutEngine)
+COMPONENTS = (
+    *(PolicyLoss, KLEstimator, AdvantageEstimator, LengthPenalty, Correction),
+    *(Task, RewardFn, RolloutEngine),
+)
 
 
 class TraceParser(LightningArgumentParser):

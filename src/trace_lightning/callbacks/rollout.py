@@ -26,6 +26,7 @@ from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
+from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.tasks.base import FunctionReward, RewardFn
 from trace_lightning.types import Problem, RolloutBatch, SamplingParams
@@ -55,6 +56,7 @@ class Rollout(Callback):
         eval_sampling: how, in validation, test and predict; default: as in training.
         num_generations_eval: completions per held-out prompt.
         mask_truncated_completions: do not learn from completions that hit the length limit.
+        dynamic_sampling: draw other prompts in place of groups whose rewards are all equal; default: keep them.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -70,6 +72,7 @@ class Rollout(Callback):
         eval_sampling: SamplingParams | None = None,
         num_generations_eval: int = 1,
         mask_truncated_completions: bool = False,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -81,6 +84,7 @@ class Rollout(Callback):
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
+        self.dynamic_sampling = dynamic_sampling
         self.scorer: Scorer | None = None
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
         self.on_phase: Callable[[str], None] | None = None
@@ -102,13 +106,28 @@ class Rollout(Callback):
             self.sampling.check_trainable()
             pl_module.check_sampling(self.sampling)
             if self.num_generations == 1:
-                # Every estimator that ships compares completions of one prompt; let it say so now, not in step 1.
+                # Most estimators compare completions of one prompt; let them say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
+            self._check_refills(trainer)
         if self.scorer is None:
             self.scorer = Scorer(self._reward_functions(trainer), self.reward_weights)
         # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
         pl_module.reward_metrics = RewardMetrics(self.scorer.names)
         pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
+
+    def _check_refills(self, trainer: pl.Trainer) -> None:
+        if self.dynamic_sampling is None:
+            return
+        if self.num_generations == 1:
+            raise ValueError(
+                "rollout.dynamic_sampling keeps groups whose rewards differ, and groups of one never do: set "
+                "rollout.num_generations to 2 or more, or dynamic_sampling to null"
+            )
+        if not getattr(trainer.datamodule, "train_prompts", None):  # type: ignore[attr-defined]
+            raise ValueError(
+                "rollout.dynamic_sampling draws from the data module's `train_prompts`, and there are none: pass a "
+                "PromptDataModule, or a data module with that attribute"
+            )
 
     def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
         given: Sequence[Reward] | None = self.rewards
@@ -153,14 +172,16 @@ class Rollout(Callback):
         ended = torch.tensor([c.finish_reason == "stop" for c in batch.completions], device=pl_module.device)
         metrics[1].update(lengths, ended)
         seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
-        metrics[2].update(int(lengths.sum()), **seconds)
+        drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
+        metrics[2].update(drawn, **seconds)
         values: dict[str, Any] = {}
         for metric in metrics:
             values |= metric.compute()
             metric.reset()
         assert self.scorer is not None
         values |= {f"rewards/{name}/errors": float(n) for name, n in self.scorer.errors.items() if n}
-        values["num_tokens"] = float(lengths.sum())
+        values["num_tokens"] = float(drawn)
+        values |= {name: value for name, value in batch.stats.items() if name.startswith("dynamic_sampling/")}
         values["policy_version"] = float(batch.policy_version)
         if "preempted" in batch.stats:
             values["rollout/preempted"] = batch.stats["preempted"]
@@ -213,7 +234,29 @@ class Rollout(Callback):
             self._enter("sync")
             self.engine.load_weights(module.policy.named_parameters(), version=trainer.global_step)
             self._synced_at = trainer.global_step
-        synced = time.perf_counter()
+        batch.seconds["sync"] = time.perf_counter() - begin
+        batch.policy_version = self.engine.policy_version
+        self._draw(module, batch, sampling, num_generations, record=record)
+        if record and self.dynamic_sampling is not None:
+            self._refill(trainer, module, batch, sampling)
+
+    def _refill(self, trainer: pl.Trainer, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams) -> None:
+        """Dynamic sampling: other prompts of the data module for groups whose rewards are all equal."""
+        assert self.dynamic_sampling is not None
+
+        def draw(extra: RolloutBatch) -> None:
+            self._draw(module, extra, sampling, self.num_generations, record=True)
+
+        pool = trainer.datamodule.train_prompts  # type: ignore[attr-defined]
+        seed = sampling.seed * 1_000_003 + trainer.global_rank
+        self.dynamic_sampling.refill(batch, draw, pool, seed=seed, pad_token_id=module.tokenizer.pad_token_id)
+
+    def _draw(
+        self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
+    ) -> None:
+        """Completions and rewards of a batch of prompts, from the engine's present weights."""
+        assert self.scorer is not None
+        begin = time.perf_counter()
         self._enter("rollout")
         generation = self._generate(module, batch, sampling, num_generations, record=record)
         drawn = time.perf_counter()
@@ -221,9 +264,8 @@ class Rollout(Callback):
         texts = [completion.text for completion in batch.completions]
         problems = [prompt.problem for prompt, _ in batch.sequences()]
         batch.rewards_B, batch.rewards_by_name = self.scorer(texts, problems)
-        batch.seconds |= {"sync": synced - begin, "rollout": drawn - synced, "reward": time.perf_counter() - drawn}
-        batch.policy_version, batch.guidance = generation.completions[0].policy_version, generation.guidance
-        batch.stats = generation.stats
+        batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
+        batch.guidance, batch.stats = generation.guidance, generation.stats
 
     def _generate(
         self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
