@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from test_docs import undocumented
 from trace_lightning.callbacks import Rollout
 from trace_lightning.cli import main
 from trace_lightning.models.resolve import cache_dir
@@ -109,6 +110,7 @@ def test_every_algorithm_runs_for_two_steps_on_top_of_a_config(recipe, tmp_path,
     for metrics in calls:
         assert math.isfinite(metrics["loss"])
         assert metrics["skipped_steps"] == 0
+    assert not undocumented(set(calls[-1]))
 
 
 def counted(calls, hook):

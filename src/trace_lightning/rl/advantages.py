@@ -6,9 +6,9 @@ Two readings of "std" and three kinds of bad reward cause most surprises here, s
   * A group with fewer than two scored answers, or with all scores equal, has nothing to compare: advantages are 0.
   * Whether a group has zero variance is a property of that group, also where the scale is the batch's std.
 
-    GroupAdvantage    (R - mean of the group) / std of the group, of the batch, or 1        GRPO, Dr. GRPO
-    LeaveOneOut       R - mean of the others in the group                                   RLOO
-    BatchAdvantage    (R - mean of the batch, or of the group) / std of what is left     REINFORCE++ (-baseline)
+    GroupAdvantage    (R - mean of the group) / std of the group, of the batch, or 1      GRPO, Dr. GRPO
+    LeaveOneOut       R - mean of the others in the group                                 RLOO
+    BatchAdvantage    (R - mean of the batch, or of the group) / std of what is left      REINFORCE++ (-baseline)
 
 A batch is the rollout of all ranks. With token-level means in the loss, REINFORCE++ may also be read as statistics over
 tokens, in which long answers count more; here every answer counts once.
@@ -101,7 +101,7 @@ class BatchAdvantage(AdvantageEstimator):
         center: what is subtracted: the mean of the `batch` (REINFORCE++; works with one answer per prompt, and
             rewards easy prompts over hard ones) or of the `group` (REINFORCE++-baseline; groups of equal rewards then
             teach nothing).
-        eps: added to the std of what is left; verl's and OpenRLHF's value.
+        eps: added to the std of what is left, against a division by 0.
     """
 
     center: Literal["batch", "group"] = "batch"
