@@ -68,9 +68,9 @@ class GRPO(ClippedLoss):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative, for which the clip has none: the dual clip of arXiv
             1912.09729 (its c, 3 there), which is the two-sided clip of arXiv 2505.07291. None is off.
-        beta: as in `TokenLoss`, like the two below.
-        kl: as there.
-        entropy_coef: as there.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     epsilon: float = 0.2
@@ -87,12 +87,12 @@ class DrGRPO(ClippedLoss):
     """Token sum over a constant, so that length does not weigh (arXiv 2503.20783); use `GroupAdvantage(scale=none)`.
 
     Args:
-        epsilon: as in `GRPO`, like all others.
-        epsilon_high: as there.
-        delta: as there.
-        beta: as there.
-        kl: as there.
-        entropy_coef: as there.
+        epsilon: lower clip of the ratio, 1 - epsilon.
+        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
+        delta: cap of the ratio where the advantage is negative (dual clip); None is off.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     epsilon: float = 0.2
@@ -112,12 +112,12 @@ class PPO(ClippedLoss):
     `model.corrections` (decoupled PPO, arXiv 2110.00641). With `model.bypass_mode` it is the rollout's itself.
 
     Args:
-        epsilon: as in `GRPO`, like all others.
-        epsilon_high: as there.
-        delta: as there.
-        beta: as there.
-        kl: as there.
-        entropy_coef: as there.
+        epsilon: lower clip of the ratio, 1 - epsilon.
+        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
+        delta: cap of the ratio where the advantage is negative (dual clip); None is off.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     epsilon: float = 0.2
@@ -134,12 +134,12 @@ class DAPO(PPO):
     """`PPO` with the raised upper clip of arXiv 2503.14476; its sampling and length rules are settings of their own.
 
     Args:
-        epsilon: as in `GRPO`, like all others.
-        epsilon_high: as there.
-        delta: as there.
-        beta: as there.
-        kl: as there.
-        entropy_coef: as there.
+        epsilon: lower clip of the ratio, 1 - epsilon.
+        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
+        delta: cap of the ratio where the advantage is negative (dual clip); None is off.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     epsilon_high: float | None = 0.28

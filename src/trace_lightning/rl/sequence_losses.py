@@ -31,12 +31,12 @@ class GSPO(GRPO):
     `GSPOToken`.
 
     Args:
-        epsilon: as in `GRPO`, like all others; a mean gap of 3e-4 per token is where the clip begins.
-        epsilon_high: as there.
-        delta: as there.
-        beta: as there.
-        kl: as there.
-        entropy_coef: as there.
+        epsilon: lower clip of the ratio, 1 - epsilon; a mean gap of 3e-4 per token is where the clip begins.
+        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
+        delta: cap of the ratio where the advantage is negative (dual clip); None is off.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     epsilon: float = 3e-4
@@ -54,12 +54,12 @@ class GSPOToken(GSPO):
     `s_t = sg(s) pi_t / sg(pi_t)`. Weights of corrections then act on the tokens they belong to.
 
     Args:
-        epsilon: as in `GSPO`, like all others.
-        epsilon_high: as there.
-        delta: as there.
-        beta: as there.
-        kl: as there.
-        entropy_coef: as there.
+        epsilon: lower clip of the ratio, 1 - epsilon.
+        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
+        delta: cap of the ratio where the advantage is negative (dual clip); None is off.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     def ratio(self, inputs: LossInputs) -> Tensor:
@@ -73,13 +73,13 @@ class RLOO(GRPO):
     """REINFORCE over whole sequences, clipped by their ratio (arXiv 2402.14740, as in TRL); use `LeaveOneOut`.
 
     Args:
-        epsilon: as in `GRPO`, like all others; the ratio is a product over tokens, so several optimizer steps per
-            rollout soon reach any clip on long answers.
-        epsilon_high: as there.
-        delta: as there.
-        beta: as there; the KL enters as the token mean of each sequence.
-        kl: as there.
-        entropy_coef: as there.
+        epsilon: lower clip of the ratio, 1 - epsilon. The ratio is a product over tokens: with several optimizer steps
+            per rollout, long answers soon reach any clip.
+        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
+        delta: cap of the ratio where the advantage is negative (dual clip); None is off.
+        beta: weight of the KL to the reference policy; 0 is off. It enters as each sequence's token mean.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     def ratio(self, inputs: LossInputs) -> Tensor:

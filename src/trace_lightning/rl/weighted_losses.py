@@ -64,9 +64,9 @@ class CISPO(DetachedWeightLoss):
     Args:
         cap: largest weight; 5 in ScaleRL.
         floor: smallest weight; 0 is off.
-        beta: as in `TokenLoss`, like the two below.
-        kl: as there.
-        entropy_coef: as there.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     cap: float = 5.0
@@ -90,9 +90,9 @@ class CISPOBand(DetachedWeightLoss):
     Args:
         epsilon: 1 - epsilon is the smallest weight; 1 sets no bound, as in the paper.
         epsilon_high: 1 + epsilon_high is the largest weight.
-        beta: as in `TokenLoss`, like the two below.
-        kl: as there.
-        entropy_coef: as there.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     epsilon: float = 1.0
@@ -119,9 +119,9 @@ class SAPO(TokenLoss):
     Args:
         tau: temperature where the advantage is above 0.
         tau_negative: temperature elsewhere; larger, so that pushing down fades sooner.
-        beta: as in `TokenLoss`, like the two below.
-        kl: as there.
-        entropy_coef: as there.
+        beta: weight of the KL to the reference policy; 0 is off.
+        kl: estimator of that KL.
+        entropy_coef: weight of the entropy bonus.
     """
 
     tau: float = 1.0
