@@ -31,6 +31,28 @@ CASES = {
     "share out of range": ("--recipe.residual_share 2", ["recipe.residual_share=2.0", "[0, 1]"]),
     "loss without its record": ("--model.loss ScoreCentering --model.corrections []", ["sampling.record_logprobs"]),
     "ratio counted twice": ("--model.loss TBPO", ["model.loss=TBPO", "tis_token", "model.corrections=[]"]),
+    "ratio counted twice in bypass mode": (
+        "--model.bypass_mode true",
+        ["bypass_mode=true", "tis_token", "corrections=[]"],
+    ),
+    "a KL estimator that is none": (
+        "--model.loss GRPO --model.loss.beta 0.1 --model.loss.kl K33",
+        ["K33", '"kl"'],
+    ),
+    "unknown penalty": ("--model.length_penalty SoftOverlon", ["SoftOverlon", "Did you mean: SoftOverlong"]),
+    "no such reference": (
+        "--model.loss GRPO --model.loss.beta 0.1 --model.reference.path nowhere/at/all",
+        ["nowhere/at/all", "builtin:tiny-qwen3"],
+    ),
+    "a penalty on every answer": (
+        "--model.length_penalty SoftOverlong --model.length_penalty.cache 90",
+        ["cache=90", "max_new_tokens=6"],
+    ),
+    "refills of groups of one": (
+        "--rollout.dynamic_sampling.max_refills 1 --rollout.num_generations 1 --model.advantages BatchAdvantage",
+        ["groups of one never do", "num_generations"],
+    ),
+    "no refills": ("--rollout.dynamic_sampling.max_refills 0", ["max_refills=0", "null switches"]),
     "record of truncated sampling": (
         "--rollout.sampling.record_logprobs 8 --rollout.sampling.top_p 0.9",
         ["record_logprobs=8", "top_p=0.9", "top_p=1"],

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from test_docs import undocumented
+from trace_lightning.callbacks import Rollout
 from trace_lightning.cli import main
 from trace_lightning.models.resolve import cache_dir
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+OVERLAYS = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+ALGORITHMS = [path for path in OVERLAYS if "model" in yaml.safe_load(path.read_text())]
+RECIPES = [path for path in OVERLAYS if path not in ALGORITHMS]  # number formats
 FP4 = str(ROOT / "configs" / "grpo_fp4.yaml")
 SMALL = [
     "--trainer.max_steps",
@@ -74,6 +80,47 @@ def test_the_recipes_are_two():
     assert [path.stem for path in RECIPES] == ["blackwell", "hopper"]
 
 
+ALGORITHM_NAMES = (
+    *("cispo", "dapo", "decoupled_ppo", "dr_grpo", "grpo", "grpo_kl", "gspo", "ppo_bypass"),
+    *("reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
+)
+
+
+def test_every_algorithm_has_a_recipe():
+    assert tuple(path.stem for path in ALGORITHMS) == ALGORITHM_NAMES
+
+
+@pytest.mark.parametrize("recipe", ALGORITHMS, ids=lambda path: path.stem)
+def test_every_algorithm_runs_for_two_steps_on_top_of_a_config(recipe, tmp_path, monkeypatch):
+    header = "\n".join(line for line in recipe.read_text().splitlines() if line.startswith("#"))
+    assert f"--config configs/grpo_fp4.yaml --config configs/recipes/{recipe.name}" in header
+    assert "Hardware" in header
+    assert "xpected" in header
+    (page,) = re.findall(r"docs/algorithms/\w+\.md", header)
+    assert (ROOT / page).exists()
+    content = yaml.safe_load(recipe.read_text())
+    steps = 2 * content["model"].get("num_minibatches", 1)
+    monkeypatch.setattr(Rollout, "on_train_batch_end", counted(calls := [], Rollout.on_train_batch_end))
+    small = [*SMALL, "--trainer.max_steps", str(steps), "--trainer.num_sanity_val_steps", "0"]
+    run(monkeypatch, "fit", "--config", FP4, "--config", str(recipe), *small, "--runs_dir", str(tmp_path))
+    (used,) = tmp_path.glob("*/version_0/config.yaml")
+    written = yaml.safe_load(used.read_text())["model"]
+    assert written["loss"]["class_path"].rpartition(".")[2] == content["model"]["loss"]["class_path"]
+    assert len(calls) == 2
+    for metrics in calls:
+        assert math.isfinite(metrics["loss"])
+        assert metrics["skipped_steps"] == 0
+    assert not undocumented(set(calls[-1]))
+
+
+def counted(calls, hook):
+    def around(self, trainer, *args):
+        hook(self, trainer, *args)
+        calls.append(dict(trainer.callback_metrics))
+
+    return around
+
+
 def test_a_config_may_name_a_recipe_file(tmp_path, monkeypatch, capsys):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(f"recipe: {ROOT / 'configs' / 'recipes' / 'hopper.yaml'}\n")
@@ -118,6 +165,12 @@ SWITCHES = [
     "--model.loss TBPO --model.corrections []",
     "--model.loss ScoreCentering --model.corrections [] --rollout.sampling.record_logprobs 8",
     "--model.corrections [Veto,IcePop]",
+    "--model.loss GSPOToken",
+    "--model.loss CISPOBand --model.advantages BatchAdvantage --rollout.num_generations 1",
+    "--model.loss GRPO --model.loss.beta 0.1 --model.loss.kl K1 --model.loss.kl.gradient ratio",
+    "--model.loss PPO --model.loss.entropy_coef 0.01 --model.length_penalty KimiLength",
+    "--model.length_penalty LengthDiscount --rollout.dynamic_sampling.max_refills 1",
+    "--model.bypass_mode true --model.corrections [GeometricRejection]",
     "--model.corrections [GeometricRejection,K3Rejection,TIS]",
 ]
 

@@ -33,6 +33,10 @@ ARGUMENTS = {
     ],
     "rounding_spread": ["--orders", "2", "--questions", "8", "--text", __file__, "--json", "spread.json"],
     "estimate_peaks": ["--shapes", "tiny", "--json", "peaks.json"],
+    "algorithms_study": [
+        *("--steps", "2", "--seeds", "0", "--recipes", "dapo", "cispo", "--jobs", "2", "--out", "."),
+        *("--data.batch_size=2", "--data.heldout_size=4", "--rollout.num_generations=4"),
+    ],
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
     "bench_two_gpus": ["--device", "cpu", "--shape", "tiny", "--steps", "2", "--runs", "one", "fsdp2", "--kill"],
 }
@@ -101,12 +105,30 @@ def check_bench_two_gpus(folder: Path) -> None:
     }
 
 
+def check_algorithms_study(folder: Path) -> None:
+    """Both recipes have what was measured over two rollouts, and a second call repeats no run."""
+    content = json.loads((folder / "algorithms.json").read_text())
+    assert content["recipes"].keys() == {"dapo", "cispo"}
+    for name, runs in content["recipes"].items():
+        summary, curves = runs["0"]["summary"], runs["0"]["curves"]
+        assert (summary["rollouts"], summary["steps"]) == ((2, 4) if name == "cispo" else (2, 2))
+        assert len(curves["reward"]) == 2
+        assert None not in curves["reward"] + curves["entropy"] + curves["clipped"]
+    text = (folder / "algorithms.md").read_text()
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:]] == ["| dapo", "| cispo"]
+    again = run("algorithms_study", folder)
+    assert again.returncode == 0
+    assert "done" not in again.stdout
+    assert len(list(folder.glob("*/version_*"))) == 2
+
+
 CHECKS = {
     "rounding_spread": check_rounding_spread,
     "guidance_study": check_guidance_study,
     "stability_study": check_stability_study,
     "estimate_peaks": check_estimate_peaks,
     "bench_two_gpus": check_bench_two_gpus,
+    "algorithms_study": check_algorithms_study,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from types import SimpleNamespace
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +15,25 @@ from lightning.pytorch.callbacks import Callback
 from trace_lightning.callbacks import Rollout
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
-from trace_lightning.rl import GRPO, TBPO, TIS, DrGRPO, GroupAdvantage, IcePop, ScoreCentering, Veto
+from trace_lightning.rl import (
+    CISPO,
+    GRPO,
+    K1,
+    K3,
+    PPO,
+    RLOO,
+    TBPO,
+    TIS,
+    DrGRPO,
+    GroupAdvantage,
+    IcePop,
+    LossInputs,
+    ScoreCentering,
+    SoftOverlong,
+    Veto,
+)
+from trace_lightning.rollout.reference import ReferenceConfig
+from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.tasks import ExactMatch, TwoDigitAddition
 from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
 
@@ -56,7 +75,12 @@ def make(cls=PolicyModule, **settings) -> PolicyModule:
     return cls(**({"path": "builtin:tiny-qwen3", "recipe": GUIDED, "learning_rate": 1e-2} | settings))
 
 
-@pytest.mark.parametrize("loss", [GRPO(), DrGRPO()], ids=["GRPO", "DrGRPO"])
+EVERYTHING = {"beta": 0.1, "kl": K3("k2"), "entropy_coef": 0.05}
+
+
+@pytest.mark.parametrize(
+    "loss", [GRPO(), DrGRPO(), RLOO(**EVERYTHING), CISPO(**EVERYTHING)], ids=lambda x: type(x).__name__
+)
 def test_the_token_budget_does_not_change_the_update(loss):
     start, ends = None, []
     for budget in (16384, 40, 1):
@@ -234,10 +258,12 @@ def test_truncated_completions_can_be_masked():
     assert torch.equal(weights(module), start)
 
 
-def test_truncated_sampling_is_renormalised_on_both_sides():
-    """An unchanged policy has ratio 1 under top-p, not a quiet ratio below it."""
+@pytest.mark.parametrize("bypass", [False, True])
+def test_truncated_sampling_is_renormalised_on_both_sides(bypass):
+    """An unchanged policy has ratio 1 under top-p, not a quiet one below, whoever's log-probs are the denominator."""
     sampling = SamplingParams(max_new_tokens=5, top_p=0.8, record_support=16)
-    metrics = fit(make(), rollout=Rollout(num_generations=4, sampling=sampling)).callback_metrics
+    module = make(bypass_mode=bypass, loss=GRPO(epsilon=1e-3))
+    metrics = fit(module, rollout=Rollout(num_generations=4, sampling=sampling)).callback_metrics
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
     assert metrics["clip_ratio/region_mean"] == 0
 
@@ -266,7 +292,13 @@ def test_state_dict_holds_the_policy_alone_and_optimizer_sees_nothing_else():
 
 
 def test_a_checkpoint_opens_with_weights_only_and_rebuilds_the_module(tmp_path):
-    module = make(loss=DrGRPO(epsilon=0.1), advantages=GroupAdvantage(scale="none"), corrections=[TIS(cap=3.0)])
+    module = make(
+        loss=DrGRPO(epsilon=0.1, beta=0.1, kl=K1("ratio")),
+        advantages=GroupAdvantage(scale="none"),
+        corrections=[TIS(cap=3.0)],
+        length_penalty=SoftOverlong(cache=2),
+        reference=ReferenceConfig(dtype="fp8"),
+    )
     trainer = fit(module, enable_checkpointing=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     raw = torch.load(tmp_path / "a.ckpt", weights_only=True)
@@ -275,6 +307,10 @@ def test_a_checkpoint_opens_with_weights_only_and_rebuilds_the_module(tmp_path):
     assert again.loss == module.loss
     assert again.recipe == module.recipe
     assert again.corrections == module.corrections
+    assert again.length_penalty == module.length_penalty
+    assert again.reference.config == module.reference.config
+    assert {name.split(".")[0] for name in raw["state_dict"]} == {"policy"}, "the reference is not part of it"
+    assert raw["state_dict"].keys() == module.policy.state_dict(prefix="policy.").keys()
     assert torch.equal(weights(again), weights(module))
 
 
@@ -386,9 +422,12 @@ def test_a_loss_that_needs_a_record_says_so():
         ({"loss": ScoreCentering(), "corrections": [Veto(), IcePop()]}, "icepop would count it twice"),
         ({"path": "no/such/dir"}, "no directory"),
         ({"learning_rate": 0}, "learning_rate"),
-        ({"loss": GRPO(beta=0.1)}, "reference policy"),
+        (
+            {"bypass_mode": True, "corrections": [TIS()]},
+            "bypass_mode=true puts the ratio.*tis_token would count it twice",
+        ),
     ],
-    ids=["TBPO and TIS", "ScoreCentering and IcePop", "path", "learning rate", "beta"],
+    ids=["TBPO and TIS", "ScoreCentering and IcePop", "path", "learning rate", "bypass and TIS"],
 )
 def test_bad_module_settings_are_refused_at_construction(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -406,6 +445,147 @@ def test_sixteen_mixed_is_refused():
 def test_trainer_flags_that_manual_optimisation_cannot_honour_name_ours(flag):
     with pytest.raises(ValueError, match=r"max_grad_norm|max_tokens_per_microbatch"):
         fit(make(), **flag)
+
+
+class Seen(GRPO):
+    """GRPO that keeps what it was given."""
+
+    inputs: ClassVar[list[LossInputs]] = []
+
+    def __call__(self, inputs):
+        self.inputs.append(inputs)
+        return super().__call__(inputs)
+
+
+@pytest.fixture
+def seen():
+    Seen.inputs.clear()
+    return Seen.inputs
+
+
+def test_kl_against_the_policy_before_training():
+    """Zero at first but for BF16, then above; neither state nor optimizer know the reference."""
+    module, values = make(recipe=QuantRecipe(), loss=GRPO(beta=0.1), learning_rate=3e-3), []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            values.append(trainer.callback_metrics["kl"].item())
+
+    trainer = fit(module, Watch(), steps=4)
+    assert 0 <= values[0] < 1e-4
+    assert values[3] > 20 * values[0] + 1e-4
+    assert not any("reference" in name for name in [*module.state_dict(), *dict(module.named_modules())])
+    trained = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    assert trained == {id(p) for p in module.policy.parameters()}
+    assert not any(p.requires_grad or p.grad is not None for p in module.reference.model.parameters())
+
+
+def test_a_strong_kl_holds_the_policy_back():
+    ends = {}
+    for beta in (1e-9, 10.0):
+        module = make(recipe=QuantRecipe(), loss=GRPO(beta=beta, kl=K3("k2")), learning_rate=1e-3)
+        ends[beta] = fit(module, steps=6).callback_metrics["kl"]
+    assert ends[10.0] < 0.5 * ends[1e-9]
+
+
+def test_no_reference_is_loaded_without_a_kl_term():
+    module = make()
+    assert "kl" not in fit(module).callback_metrics
+    assert module.reference.model is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_under_fp4_the_kl_begins_with_what_rounding_costs(dtype):
+    metrics = fit(make(loss=GRPO(beta=0.1), reference=ReferenceConfig(dtype=dtype))).callback_metrics
+    assert 1e-3 < metrics["kl"] < 0.2
+
+
+def test_a_reference_that_is_not_there_is_refused_before_anything_is_drawn(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("drew")
+
+    monkeypatch.setattr(Rollout, "_generate", never)
+    with pytest.raises(ValueError, match="no directory"):
+        fit(make(loss=GRPO(beta=0.1), reference=ReferenceConfig(path="no/such/dir")))
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_bypass_mode_clips_around_the_rollout_and_spares_a_forward_pass(num_minibatches, seen, monkeypatch):
+    scored = []
+    monkeypatch.setattr(PolicyModule, "_score_policy", lambda *a, **k: scored.append(1))
+    recipe = QuantRecipe(**W4A4KV4, trainer="bf16")  # the two sides differ
+    fit(make(recipe=recipe, loss=Seen(), bypass_mode=True, corrections=[Veto()], num_minibatches=num_minibatches))
+    assert not scored
+    for inputs in seen:
+        assert inputs.old_logprobs_BT is inputs.rollout_logprobs_BT
+        gap = (inputs.policy_logprobs_BT - inputs.old_logprobs_BT)[inputs.mask_BT]
+        assert gap.abs().max() > 1e-3
+
+
+def test_without_it_the_old_policy_is_the_trainers_own(seen):
+    recipe = QuantRecipe(**W4A4KV4, trainer="bf16")
+    fit(make(recipe=recipe, loss=Seen(), num_minibatches=2, corrections=[TIS()]), steps=2)
+    first, second = seen[0], seen[-1]
+    torch.testing.assert_close(first.policy_logprobs_BT, first.old_logprobs_BT, atol=1e-5, rtol=0)
+    assert (second.policy_logprobs_BT - second.old_logprobs_BT)[second.mask_BT].abs().max() > 1e-4, "one step later"
+    rho = (first.old_logprobs_BT - first.rollout_logprobs_BT).exp().clamp(max=2.0)
+    torch.testing.assert_close(first.weights_BT[first.mask_BT], rho[first.mask_BT])
+
+
+def test_an_entropy_bonus_raises_the_entropy():
+    def entropy(coef: float) -> float:
+        pull = fit(make(Sgd, loss=PPO(entropy_coef=coef), learning_rate=0.02, max_grad_norm=1e9), steps=5)
+        return pull.callback_metrics["entropy"].item()
+
+    assert entropy(1.0) > entropy(0.0) + 0.02 > entropy(-1.0) + 0.04
+
+
+def test_a_length_penalty_is_logged_and_the_reward_stays_what_it_was():
+    plain = fit(make()).callback_metrics
+    metrics = fit(make(length_penalty=SoftOverlong(cache=5))).callback_metrics
+    assert metrics["length_penalty"] < -0.1
+    assert metrics["reward"] == plain["reward"]
+    assert "length_penalty" not in plain
+
+
+def flat_for_most(completion, problem):
+    """One problem in three can be learned from."""
+    return float(sum(map(ord, completion)) % 7) if sum(map(ord, problem.prompt)) % 3 == 0 else 1.0
+
+
+@pytest.mark.parametrize("recipe", [QuantRecipe(), GUIDED], ids=["BF16", "guided"])
+def test_dynamic_sampling_fills_a_batch_with_groups_that_teach(recipe):
+    kept = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            kept.append(([prompt.uid for prompt in batch.prompts], batch.rewards_B.view(-1, 4), batch.completions))
+
+    def draw():
+        rollout = Rollout(
+            rewards=[flat_for_most],
+            num_generations=4,
+            sampling=SamplingParams(max_new_tokens=5),
+            dynamic_sampling=DynamicSampling(max_refills=8),
+        )
+        return fit(make(recipe=recipe), Watch(), rollout=rollout, steps=2).callback_metrics
+
+    metrics, again = draw(), draw()
+    assert metrics["dynamic_sampling/refills"] >= 1
+    assert metrics["dynamic_sampling/groups_drawn"] > 4
+    assert metrics["dynamic_sampling/flat_groups_left"] == 0
+    assert metrics["frac_reward_zero_std"] == 0
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4, "every completion is scored with its own guidance"
+    assert metrics["dynamic_sampling/dropped_tokens"] > 0
+    lengths = sum(len(completion.token_ids) for completion in kept[1][2])
+    assert metrics["num_tokens"] == lengths + metrics["dynamic_sampling/dropped_tokens"]
+    for uids, rewards, _ in kept:
+        assert len(set(uids)) == 4
+        assert (rewards.amax(1) > rewards.amin(1)).all()
+    assert [uids for uids, _, _ in kept[:2]] == [uids for uids, _, _ in kept[2:]], (
+        "the same seed draws the same prompts"
+    )
+    assert again["loss"] == metrics["loss"]
 
 
 def test_nothing_is_kept_from_step_to_step():

@@ -20,7 +20,8 @@ from trace_lightning.quantization.rounding import GuidedRounding, Rounding
 from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.engine import LocalEngine
-from trace_lightning.types import Problem, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.rollout.microbatch import collate_rollout
+from trace_lightning.types import Completion, Problem, Prompt, QuantRecipe, RolloutBatch, SamplingParams
 
 VOCAB, EOS = 128, 5
 _SHARED: dict[str, Any] = {
@@ -98,6 +99,26 @@ def make_prompts(*lengths: int, seed: int = 1) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(6, VOCAB, (length,), generator=generator).tolist() for length in lengths]
     return [Prompt(token_ids=row, problem=Problem(prompt=""), uid=uid) for uid, row in enumerate(rows)]
+
+
+BATCH_LENGTHS = [(3, 4), (9, 2), (5, 7), (4, 1)]
+
+
+def make_batch(pad: int = 0, *, lengths: Sequence[tuple[int, int]] = BATCH_LENGTHS) -> RolloutBatch:
+    """A batch as if drawn: random (prompt, completion) tokens of these lengths, log-probs -1, advantages 0."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(6, VOCAB, (count,), generator=generator).tolist()
+
+    prompts = [Prompt(token_ids=ids(p), problem=Problem(prompt=""), uid=i) for i, (p, _) in enumerate(lengths)]
+    completions = [
+        Completion(token_ids=ids(c), logprobs=[-1.0] * c, finish_reason="stop", policy_version=0) for _, c in lengths
+    ]
+    batch = RolloutBatch(prompts=prompts)
+    collate_rollout(batch, completions, pad)
+    batch.advantages_B = torch.zeros(len(lengths))
+    return batch
 
 
 def make_engine(

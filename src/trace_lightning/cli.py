@@ -45,7 +45,7 @@ from trace_lightning.callbacks import (
 from trace_lightning.data import PromptDataModule
 from trace_lightning.loading import PromptOrder
 from trace_lightning.module import PolicyModule
-from trace_lightning.rl import AdvantageEstimator, Correction, PolicyLoss
+from trace_lightning.rl import AdvantageEstimator, Correction, KLEstimator, LengthPenalty, PolicyLoss
 from trace_lightning.rollout.base import RolloutEngine
 from trace_lightning.suggestions import did_you_mean, vocabulary
 from trace_lightning.tasks import RewardFn, Task
@@ -56,7 +56,10 @@ DESCRIPTION = (
     "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented, "
     "`trace-fit probe` says whether a model is ready for FP4, `trace-fit env` what to paste into a bug report."
 )
-COMPONENTS = (PolicyLoss, AdvantageEstimator, Correction, Task, RewardFn, PromptOrder, RolloutEngine)
+COMPONENTS = (
+    *(PolicyLoss, KLEstimator, AdvantageEstimator, LengthPenalty, Correction),
+    *(Task, RewardFn, PromptOrder, RolloutEngine),
+)
 
 
 class TraceParser(LightningArgumentParser):

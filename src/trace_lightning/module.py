@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,9 +40,13 @@ from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.guidance import Key, MismatchCounts
 from trace_lightning.ranks import together
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
-from trace_lightning.rl.corrections import Correction, apply_corrections
-from trace_lightning.rl.losses import GRPO, GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
+from trace_lightning.rl.clipped_losses import GRPO
+from trace_lightning.rl.corrections import Correction, apply_corrections, check_corrections
+from trace_lightning.rl.lengths import LengthPenalty
+from trace_lightning.rl.losses import GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
+from trace_lightning.rollout.credit import assign_advantages
 from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
+from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
 from trace_lightning.rollout.scoring import score, score_all, spread
 from trace_lightning.strategy import check_strategy
 from trace_lightning.types import QuantRecipe, RolloutBatch, SamplingParams
@@ -61,6 +65,10 @@ class PolicyModule(pl.LightningModule):
         loss: the policy loss; default `GRPO()`.
         advantages: from rewards to advantages; default `GroupAdvantage()`.
         corrections: importance weights or masks for the gap between rollout and trainer.
+        length_penalty: added to the rewards before advantages; default none.
+        reference: the frozen model of the loss's KL term; loaded only if the loss has one (`loss.beta` above 0).
+        bypass_mode: take the rollout's log-probs for those of PPO's old policy: the clipped ratio itself then holds the
+            gap between rollout and trainer, and no forward pass is spent on old log-probs.
         learning_rate: of AdamW, after warm-up.
         warmup_steps: optimizer steps of linear warm-up.
         weight_decay: of AdamW; 0 for quantised weights, or small ones are pulled through the grid.
@@ -83,6 +91,9 @@ class PolicyModule(pl.LightningModule):
         loss: PolicyLoss | None = None,
         advantages: AdvantageEstimator | None = None,
         corrections: list[Correction] | None = None,
+        length_penalty: LengthPenalty | None = None,
+        reference: ReferenceConfig | None = None,
+        bypass_mode: bool = False,
         learning_rate: float = 1e-6,
         warmup_steps: int = 0,
         weight_decay: float = 0.0,
@@ -106,14 +117,16 @@ class PolicyModule(pl.LightningModule):
         ):
             if arguments[name] <= 0:
                 raise ValueError(f"model.{name}={arguments[name]} must be above 0")
-        if getattr(from_plain(loss), "beta", 0) > 0:
-            raise ValueError("model.loss.beta > 0 needs a reference policy, which is not supported yet; use beta=0")
         self.automatic_optimization = False
         self.path, self.recipe = path, from_plain(recipe) or QuantRecipe()
         self.loss: PolicyLoss = from_plain(loss) or GRPO()
         self.advantages: AdvantageEstimator = from_plain(advantages) or GroupAdvantage()
         self.corrections: list[Correction] = from_plain(corrections or [])
-        self._check_corrections()
+        self.length_penalty: LengthPenalty | None = from_plain(length_penalty)
+        self.bypass_mode = bypass_mode
+        check_corrections(self.corrections, self.loss, bypass_mode=bypass_mode)
+        # No nn.Module, so neither state_dict nor the optimizer sees it.
+        self.reference = ReferencePolicy(from_plain(reference) or ReferenceConfig(), path, attention)
         self.learning_rate, self.warmup_steps, self.weight_decay = learning_rate, warmup_steps, weight_decay
         self.betas, self.max_grad_norm = (betas[0], betas[1]), max_grad_norm
         self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
@@ -129,15 +142,6 @@ class PolicyModule(pl.LightningModule):
         self._bad_steps = 0
         self._warned = False
         self.guidance_failed = False
-
-    def _check_corrections(self) -> None:
-        twice = [correction.label for correction in self.corrections if correction.reweights]
-        if twice and self.loss.corrects_rollout:
-            raise ValueError(
-                f"model.loss={type(self.loss).__name__} weighs by the ratio of trainer and rollout itself, and "
-                f"model.corrections={', '.join(twice)} would count it twice. Set model.corrections=[]; rules that only "
-                "drop (GeometricRejection, Veto) may stay."
-            )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse sampling that records less than the loss needs.
@@ -179,6 +183,12 @@ class PolicyModule(pl.LightningModule):
         with together(self.trainer):
             check_same_model(stored, self.policy, self.path)
 
+    def on_fit_start(self) -> None:
+        """Load the reference, if the loss needs one, before the engine measures what memory is left."""
+        if self.loss.needs_reference:
+            assert self.policy is not None
+            self.reference.load(self.policy, self.device)
+
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, stepped once per optimizer step."""
         assert self.policy is not None
@@ -212,21 +222,29 @@ class PolicyModule(pl.LightningModule):
             raise ValueError("the batch holds no rollout: add the Rollout callback to the trainer")
         self.check_sampling(batch.sampling)
         begin = time.perf_counter()
-        batch.advantages_B = self.advantages(batch.rewards_B.view(-1, batch.num_generations)).flatten()
+        shaping = assign_advantages(
+            batch, self.advantages, self.length_penalty, gather=self._gather, rank=self.global_rank
+        )
         assert batch.completion_mask_BT is not None
         batch.completion_mask_BT &= ~batch.rewards_B.isnan().unsqueeze(1)  # not scored: not learned from
         multi_step = self.num_iterations * self.num_minibatches > 1
-        old = self._old_logprobs(batch) if multi_step else None
-        self._collected: list[dict[str, SumCount]] = []
+        old = self._logprobs(batch, self._score_policy) if multi_step and not self.bypass_mode else None
+        ref = self._logprobs(batch, self.reference.score) if self.loss.needs_reference else None
+        self._collected: list[dict[str, SumCount]] = [shaping]
         self._mismatch: list[MismatchCounts] = []  # one of each optimizer step
         self.divergence.reset()
         self.positions.reset()
         for iteration in range(self.num_iterations):
             self._first_pass = iteration == 0
             for indices in self._minibatches(len(batch.completions), iteration):
-                self._optimizer_step(batch, indices, old)
+                self._optimizer_step(batch, indices, old, ref)
         batch.seconds["train"] = time.perf_counter() - begin
         self._log_step(batch)
+
+    def _gather(self, rewards_PG: Tensor) -> Tensor:
+        gathered = self.all_gather(rewards_PG.to(self.device))
+        assert isinstance(gathered, Tensor)
+        return gathered
 
     def _minibatches(self, num_sequences: int, iteration: int) -> list[list[int]]:
         if self.num_minibatches > num_sequences:
@@ -244,22 +262,28 @@ class PolicyModule(pl.LightningModule):
         most = self.trainer.strategy.reduce(torch.tensor(len(plan), device=self.device), reduce_op="max")
         return pad_plan(plan, int(most))
 
+    def _score_policy(self, micro: MicroBatch, *, temperature: float) -> Tensor:
+        assert self.policy is not None
+        return score(self.policy, micro, temperature=temperature)[0]
+
     @torch.no_grad()
-    def _old_logprobs(self, batch: RolloutBatch) -> Tensor:
-        """The trainer's log-probs before the first update, [B, T] on the device."""
+    def _logprobs(self, batch: RolloutBatch, scorer: Callable[..., Tensor]) -> Tensor:
+        """Log-probs of a whole rollout, of the policy before the first update or of the reference, [B, T].
+
+        Empty micro-batches are scored too, so that ranks make the same number of forward passes.
+        """
         assert batch.token_ids_BT is not None
         assert batch.sampling is not None
-        assert self.policy is not None
         old = torch.zeros(batch.token_ids_BT.shape, device=self.device)
         for indices in self._plan(batch, list(range(len(batch.completions)))):
             micro = take(batch, indices, self.device)
             # An empty one too: every rank has to gather the layers of a sharded policy.
-            logprobs, _ = score(self.policy, micro, temperature=batch.sampling.temperature)
+            logprobs = scorer(micro, temperature=batch.sampling.temperature)
             if indices:
                 old[torch.tensor(indices, device=self.device), : logprobs.shape[1]] = logprobs
         return old
 
-    def _optimizer_step(self, batch: RolloutBatch, indices: list[int], old: Tensor | None) -> None:
+    def _optimizer_step(self, batch: RolloutBatch, indices: list[int], old: Tensor | None, ref: Tensor | None) -> None:
         assert self.policy is not None
         assert batch.completion_mask_BT is not None
         assert batch.sampling is not None
@@ -272,9 +296,9 @@ class PolicyModule(pl.LightningModule):
             plan = self._plan(batch, indices)
             for i, part in enumerate(plan):
                 micro = take(batch, part, self.device)
-                micro_old = None if old is None or not part else old[part, : micro.mask_BT.shape[1]]
+                micro_old, micro_ref = (self._of(side, part, micro) for side in (old, ref))
                 with self._gradients(reduced=i == len(plan) - 1):
-                    loss = self._micro_loss(micro, micro_old, batch.sampling.temperature, counts)
+                    loss = self._micro_loss(micro, micro_old, micro_ref, batch.sampling.temperature, counts)
                     # Ranks average their gradients; the loss is already divided by global counts.
                     self.manual_backward(loss * self.trainer.world_size)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
@@ -299,16 +323,27 @@ class PolicyModule(pl.LightningModule):
                 "touched. Lower model.learning_rate, or look at the divergence metrics of the last steps."
             )
 
-    def _micro_loss(self, micro: MicroBatch, old: Tensor | None, temperature: float, counts: GlobalCounts) -> Tensor:
+    @staticmethod
+    def _of(logprobs_BT: Tensor | None, part: list[int], micro: MicroBatch) -> Tensor | None:
+        """The rows of a micro-batch; zeros for an empty one, whose mask is empty too."""
+        if logprobs_BT is None:
+            return None
+        return logprobs_BT[part, : micro.mask_BT.shape[1]] if part else torch.zeros_like(micro.rollout_logprobs_BT)
+
+    def _micro_loss(
+        self, micro: MicroBatch, old: Tensor | None, ref: Tensor | None, temperature: float, counts: GlobalCounts
+    ) -> Tensor:
         assert self.policy is not None
-        scores = score_all(self.policy, micro, temperature=temperature)
+        scores = score_all(self.policy, micro, temperature=temperature, entropy_gradient=self.loss.needs_entropy)
         logprobs, recorded = scores.logprobs_BT, micro.topk_logprobs_NK
         old = logprobs.detach() if old is None else old
         corrected = apply_corrections(self.corrections, old, micro.rollout_logprobs_BT, micro.mask_BT)
         outputs = self.loss(
             LossInputs(
                 policy_logprobs_BT=logprobs,
-                old_logprobs_BT=old,
+                old_logprobs_BT=micro.rollout_logprobs_BT if self.bypass_mode else old,
+                ref_logprobs_BT=ref,
+                entropy_BT=scores.entropy_BT if self.loss.needs_entropy else None,
                 rollout_logprobs_BT=micro.rollout_logprobs_BT,
                 advantages_B=micro.advantages_B,
                 mask_BT=micro.mask_BT,
@@ -318,7 +353,11 @@ class PolicyModule(pl.LightningModule):
                 rollout_topk_logprobs_BTK=None if recorded is None else spread(recorded, micro.mask_BT),
             )
         )
-        metrics = {**outputs.metrics, **corrected.metrics, "entropy": sum_count(scores.entropy_BT, micro.mask_BT)}
+        metrics = {
+            **outputs.metrics,
+            **corrected.metrics,
+            "entropy": sum_count(scores.entropy_BT.detach(), micro.mask_BT),
+        }
         # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
         metrics["loss"] = (outputs.loss.detach(), torch.zeros((), device=self.device))
         self._collected.append(metrics)

@@ -77,6 +77,19 @@ class TestMemoryByHand:
         assert found["KV pool"] == pytest.approx(0.4 * free)
         assert fit(self.PLAN, 4096) == int(0.4 * free / (41472 * (4096 + 32 + 64)))
 
+    @pytest.mark.parametrize(("kept", "linear"), [("bf16", 2), ("fp8", 1)])
+    def test_a_reference_is_held_in_every_phase_and_costs_a_forward_pass(self, kept, linear):
+        plan = dataclasses.replace(self.PLAN, reference=kept, kv_cache_tokens=1024)
+        without = dataclasses.replace(plan, reference="none")
+        size = linear * self.LINEARS + 2 * 2 * self.HEAD
+        assert sizes(plan)[f"reference, {kept.upper()}"] == size
+        assert all(peaks(plan)[phase] - peaks(without)[phase] == size for phase in peaks(plan))
+        smaller = sizes(dataclasses.replace(self.PLAN, reference=kept))["KV pool"]
+        assert sizes(self.PLAN)["KV pool"] - smaller == pytest.approx(0.4 * size)
+        assert (
+            train(plan)["train"] == train(dataclasses.replace(without, num_minibatches=2))["train"]
+        )  # as old log-probs
+
     def test_bf16_masters_halve_the_trainer(self):
         mixed, true = sizes(self.PLAN), sizes(dataclasses.replace(self.PLAN, precision="bf16-true"))
         for name in ("master weights", "gradients", "AdamW moments", "AdamW temporary"):
@@ -395,6 +408,12 @@ class TestCommand:
         found = read_config(path)
         assert (found["gpus"], found["prompts"], found["memory_fraction"]) == (2, 16, 0.3)
         assert found["keep_snapshot"] is False
+        assert "reference" not in found
+        loss = {"class_path": "GRPO", "init_args": {"beta": 0.1}}
+        path.write_text(yaml.safe_dump(content | {"model": {"loss": loss}}))
+        assert read_config(path)["reference"] == "bf16"
+        path.write_text(yaml.safe_dump(content | {"model": {"loss": loss, "reference": {"dtype": "fp8"}}}))
+        assert read_config(path)["reference"] == "fp8"
         assert found["recipe"].guided_sites == ("attn_in", "o_in", "mlp_in")
 
     @pytest.mark.parametrize(

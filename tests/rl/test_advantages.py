@@ -7,7 +7,14 @@ import warnings
 import pytest
 import torch
 
-from trace_lightning.rl import GroupAdvantage, group_statistics, zero_variance_groups
+from trace_lightning.rl import (
+    AdvantageEstimator,
+    BatchAdvantage,
+    GroupAdvantage,
+    LeaveOneOut,
+    group_statistics,
+    zero_variance_groups,
+)
 
 NAN = float("nan")
 
@@ -28,6 +35,67 @@ def test_batch_scale_centres_per_group_and_scales_over_all() -> None:
     rewards = torch.tensor([[0.0, 4.0], [1.0, 2.0]])
     got = GroupAdvantage(scale="batch", eps=0.0)(rewards)
     torch.testing.assert_close(got, torch.tensor([[-2.0, 2.0], [-0.5, 0.5]]) / rewards.std())
+
+
+def test_leave_one_out_by_hand() -> None:
+    # 3 - mean(0, 6) = 0, 0 - mean(3, 6) = -4.5, 6 - mean(3, 0) = 4.5
+    assert LeaveOneOut()(torch.tensor([[3.0, 0.0, 6.0]])).tolist() == [[0.0, -4.5, 4.5]]
+
+
+def test_leave_one_out_is_the_centred_reward_times_a_constant() -> None:
+    rewards = torch.randn(3, 5)
+    torch.testing.assert_close(LeaveOneOut()(rewards), GroupAdvantage(scale="none")(rewards) * 5 / 4)
+
+
+def test_leave_one_out_counts_only_what_is_scored() -> None:
+    with pytest.warns(UserWarning, match="not scored"):
+        got = LeaveOneOut()(torch.tensor([[3.0, NAN, 0.0, 6.0], [1.0, NAN, NAN, NAN]]))
+    assert got.tolist() == [[0.0, 0.0, -4.5, 4.5], [0.0] * 4]
+
+
+def test_batch_normalisation_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 4.0], [1.0, 3.0]])  # mean 2, std sqrt(10 / 3)
+    torch.testing.assert_close(BatchAdvantage(eps=0.0)(rewards), (rewards - 2) / (10 / 3) ** 0.5)
+
+
+def test_batch_normalisation_with_the_groups_mean_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 4.0], [11.0, 13.0]])  # centred -2, 2, -1, 1: std sqrt(10 / 3)
+    expected = torch.tensor([[-2.0, 2.0], [-1.0, 1.0]]) / (10 / 3) ** 0.5
+    torch.testing.assert_close(BatchAdvantage(center="group", eps=0.0)(rewards), expected)
+    # GroupAdvantage(scale=batch) divides by the std of the rewards themselves, which here is mostly between prompts
+    other = GroupAdvantage(scale="batch", eps=0.0)(rewards)
+    torch.testing.assert_close(other * rewards.std(), expected * (10 / 3) ** 0.5)
+
+
+def test_reinforce_pp_needs_no_group() -> None:
+    got = BatchAdvantage(eps=0.0)(torch.tensor([[1.0], [0.0]]))
+    torch.testing.assert_close(got, torch.tensor([[0.5], [-0.5]]) / 0.5**0.5)
+    assert BatchAdvantage()(torch.zeros(1, 1)).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("estimator", [LeaveOneOut(), BatchAdvantage(), BatchAdvantage(center="group")], ids=repr)
+def test_unscored_rewards_and_flat_groups_stay_finite(estimator: AdvantageEstimator) -> None:
+    rewards = torch.tensor([[1.0, NAN, 0.0, NAN], [1.0, NAN, NAN, NAN], [0.1] * 4, [NAN] * 4])
+    with pytest.warns(UserWarning, match="not scored") as caught:
+        advantages = estimator(rewards)
+    assert len(caught) == 1
+    assert advantages.isfinite().all()
+    assert (advantages[rewards.isnan()] == 0).all()
+    assert advantages[0, 0] > advantages[0, 2]
+    if estimator != BatchAdvantage():  # which compares over the batch: 0.1 is below its mean
+        assert torch.equal(advantages[1:], torch.zeros(3, 4))
+
+
+def test_a_lone_score_does_not_narrow_the_scale_of_the_others() -> None:
+    with pytest.warns(UserWarning, match="not scored"):
+        got = BatchAdvantage(center="group", eps=0.0)(torch.tensor([[0.0, 4.0], [5.0, NAN]]))
+    torch.testing.assert_close(got[0], torch.tensor([-2.0, 2.0]) / 8**0.5)
+
+
+@pytest.mark.parametrize("center", ["batch", "group"])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6])
+def test_equal_rewards_of_a_whole_batch_give_exactly_zero(center: str, value: float) -> None:
+    assert torch.equal(BatchAdvantage(center=center)(torch.full((2, 8), value)), torch.zeros(2, 8))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -94,5 +162,12 @@ def test_bad_input_is_named() -> None:
         GroupAdvantage()(torch.ones(4))
     with pytest.raises(ValueError, match="infinite"):
         GroupAdvantage()(torch.tensor([[1.0, float("inf")]]))
+    for estimator in (LeaveOneOut(), BatchAdvantage(center="group")):
+        with pytest.raises(ValueError, match="BatchAdvantage, which compares over the batch"):
+            estimator(torch.ones(4, 1))
+    with pytest.raises(ValueError, match="center='all'"):
+        BatchAdvantage(center="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"advantages\.eps=-1"):
+        BatchAdvantage(eps=-1)
     with pytest.raises(ValueError, match="scale='std'"):
         GroupAdvantage(scale="std")  # type: ignore[arg-type]

@@ -23,13 +23,16 @@ from lightning.pytorch.callbacks import Callback
 
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
+from trace_lightning.loading import SuccessCurriculum
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
+from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
 from trace_lightning.ranks import check_same_settings, is_joint, together
 from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
+from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.tasks.base import FunctionReward, RewardFn
 from trace_lightning.types import Problem, RolloutBatch, SamplingParams
@@ -62,6 +65,7 @@ class Rollout(Callback):
         reward_workers: processes for rewards that do not run in this one (`RewardFn.in_process`); None chooses by the
             cores there are; 0 runs all rewards in this process, where a call that hangs cannot be cut off.
         reward_time_limit: seconds per reward call in a worker; a call beyond it is stopped and not scored.
+        dynamic_sampling: draw other prompts in place of groups whose rewards are all equal; default: keep them.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -79,6 +83,7 @@ class Rollout(Callback):
         mask_truncated_completions: bool = False,
         reward_workers: int | None = None,
         reward_time_limit: float = 10.0,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -91,6 +96,7 @@ class Rollout(Callback):
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
         self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
+        self.dynamic_sampling = dynamic_sampling
         self.scorer: Scorer | None = None
         self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
@@ -115,8 +121,9 @@ class Rollout(Callback):
             self.sampling.check_trainable()
             pl_module.check_sampling(self.sampling)
             if self.num_generations == 1:
-                # Every estimator that ships compares completions of one prompt; let it say so now, not in step 1.
+                # Most estimators compare completions of one prompt; let them say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
+            self._check_refills(trainer)
         if self.scorer is None:
             functions = self._reward_functions(trainer)
             self.scorer = Scorer(functions, self.reward_weights, self.reward_workers, self.reward_time_limit)
@@ -172,6 +179,31 @@ class Rollout(Callback):
             self._eval_scorers[name] = Scorer(task.rewards(), None, self.reward_workers, self.reward_time_limit)
         return self._eval_scorers[name]
 
+    def _check_refills(self, trainer: pl.Trainer) -> None:
+        if self.dynamic_sampling is None:
+            return
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if self.num_generations == 1:
+            raise ValueError(
+                "rollout.dynamic_sampling keeps groups whose rewards differ, and groups of one never do: set "
+                "rollout.num_generations to 2 or more, or dynamic_sampling to null"
+            )
+        if not getattr(data, "train_prompts", None):
+            raise ValueError(
+                "rollout.dynamic_sampling draws from the data module's `train_prompts`, and there are none: pass a "
+                "PromptDataModule, or a data module with that attribute"
+            )
+        if isinstance(getattr(data, "order", None), SuccessCurriculum):
+            raise ValueError(
+                "rollout.dynamic_sampling keeps groups that are solved now and then, and data.order=SuccessCurriculum "
+                "would take that for the success of their sources: use one of the two"
+            )
+        if not getattr(self.engine, "keep_snapshot", True):
+            raise ValueError(
+                "rollout.dynamic_sampling draws several times from the same weights, and engine.keep_snapshot=false "
+                "frees them after the first: set it to true, or dynamic_sampling to null"
+            )
+
     def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
         given: Sequence[Reward] | None = self.rewards
         if given is None:
@@ -197,6 +229,8 @@ class Rollout(Callback):
         self._sync(trainer, pl_module, batch)
         with together(trainer, self._signals.error):
             self._fill(pl_module, batch, sampling, self.num_generations, record=True)
+            if self.dynamic_sampling is not None:
+                self._refill(trainer, pl_module, batch, sampling)
             assert self.scorer is not None
             self.scorer.stop_if_all_failed()
         self._rollouts += 1
@@ -217,12 +251,13 @@ class Rollout(Callback):
         ended = torch.tensor([c.finish_reason == "stop" for c in batch.completions], device=pl_module.device)
         metrics[1].update(lengths, ended)
         seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
-        metrics[2].update(int(lengths.sum()), **seconds)
+        drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
+        metrics[2].update(drawn, **seconds)
         values: dict[str, Any] = {}
         for metric in metrics:
             values |= metric.compute()
             metric.reset()
-        values |= self._counts(trainer, batch, lengths)
+        values |= self._counts(trainer, batch, drawn)
         observe = getattr(getattr(trainer, "datamodule", None), "observe", None)  # of a PromptDataModule
         if observe is not None:
             values |= observe(batch)
@@ -232,16 +267,21 @@ class Rollout(Callback):
             self._widen_guidance()
         self._enter("idle")
 
-    def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, lengths: torch.Tensor) -> dict[str, float]:
-        """Counts of this step, and of the run for errors, over all ranks."""
+    def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, num_tokens: int) -> dict[str, float]:
+        """Counts of this step, and of the run for failed rewards, over all ranks; of refills the mean over ranks."""
         assert self.scorer is not None
-        own = {"num_tokens": float(lengths.sum()), "rollout/preempted": float(batch.stats.get("preempted", 0))}
+        own = {"num_tokens": float(num_tokens), "rollout/preempted": float(batch.stats.get("preempted", 0))}
         own |= self.scorer.metrics()
-        mine = torch.tensor(list(own.values()), dtype=torch.float64, device=lengths.device)
+        mine = torch.tensor(list(own.values()), dtype=torch.float64, device=trainer.strategy.root_device)
         total = trainer.strategy.reduce(mine, reduce_op="sum")
         counts = dict(zip(own, map(float, total.tolist()), strict=True))
         if "preempted" not in batch.stats:
             del counts["rollout/preempted"]
+        if self.dynamic_sampling is not None:
+            refills = RankMeans()
+            for name, value in batch.stats.items():
+                refills.add(name, value, name.startswith("dynamic_sampling/"))
+            counts |= refills.compute()
         return {name: count for name, count in counts.items() if count or not name.startswith("rewards/")}
 
     def _widen_guidance(self) -> None:
@@ -308,6 +348,17 @@ class Rollout(Callback):
         batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
         batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)
         batch.guidance, batch.stats = generation.guidance, generation.stats
+
+    def _refill(self, trainer: pl.Trainer, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams) -> None:
+        """Dynamic sampling: other prompts of the data module for groups whose rewards are all equal."""
+        assert self.dynamic_sampling is not None
+
+        def draw(extra: RolloutBatch) -> None:
+            self._fill(module, extra, sampling, self.num_generations, record=True)
+
+        pool = trainer.datamodule.train_prompts  # type: ignore[attr-defined]
+        seed = sampling.seed * 1_000_003 + trainer.global_rank
+        self.dynamic_sampling.refill(batch, draw, pool, seed=seed, pad_token_id=module.tokenizer.pad_token_id)
 
     def _generate(
         self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool

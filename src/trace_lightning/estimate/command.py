@@ -16,7 +16,7 @@ from rich.console import Console
 from trace_lightning.bench.roofline import FORMATS, find_format
 from trace_lightning.bench.shapes import SHAPES, read_shape
 from trace_lightning.estimate.cards import CARDS, find_card
-from trace_lightning.estimate.plan import PRECISIONS, Plan
+from trace_lightning.estimate.plan import PRECISIONS, REFERENCES, Plan
 from trace_lightning.estimate.report import ASSUMPTIONS, as_json, facts, tables
 from trace_lightning.types import FP4, GuidanceConfig, QuantRecipe
 
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text.strip())
     parser.add_argument("--memory_fraction", type=float, metavar="X", help="of free memory for K and V (default 0.4)")
     parser.add_argument("--precision", help=f"{' or '.join(PRECISIONS)} (default {PRECISIONS[0]})")
+    parser.add_argument("--reference", help=f"of a KL term: {', '.join(REFERENCES)} (default none)")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument(
         "--release_snapshot", dest="keep_snapshot", action="store_false", help="engine.keep_snapshot=false"
@@ -87,6 +88,8 @@ def read_config(path: Path) -> dict[str, Any]:
         found["gpus"] = len(found["gpus"])
     if not isinstance(found.setdefault("gpus", 1), int) or found["gpus"] < 1:
         found.pop("gpus")  # `auto`: whatever the machine has
+    if find("model.loss.init_args.beta"):
+        found["reference"] = find("model.reference.dtype") or "bf16"
     found["prompts"] = (find("data.batch_size") or 16) * found.get("gpus", 1)
     found.setdefault("samples", 8)  # the defaults of Rollout and of SamplingParams
     found.setdefault("new_tokens", 256)

@@ -59,6 +59,12 @@ def microbatch_tokens(plan: Plan) -> int:
     return rows * plan.longest
 
 
+def reference_bytes(plan: Plan) -> int:
+    """The frozen model of a KL term: BF16, or FP8 linears (their scales, one per row, left out)."""
+    shape = plan.shape
+    return {"none": 0, "bf16": 2 * shape.params, "fp8": 2 * shape.params - shape.linear_params}[plan.reference]
+
+
 def trainer_items(plan: Plan) -> Iterator[Item]:
     """Masters, gradients and AdamW's moments, and what a micro-batch adds."""
     shape, params, width = plan.shape, plan.shape.params, plan.master_bytes
@@ -68,6 +74,8 @@ def trainer_items(plan: Plan) -> Iterator[Item]:
         yield Item("DDP buckets", "trainer", params * width)
     yield Item("AdamW moments", "trainer", 2 * params * width)
     yield Item("AdamW temporary", "trainer", params * width, ("step",))
+    if plan.reference != "none":
+        yield Item(f"reference, {plan.reference.upper()}", "trainer", reference_bytes(plan))
     mixed = width == 4
     copied = shape.linear_params if mixed or plan.recipe.trained.weights != "none" else 0
     yield Item("weight copies, BF16", "trainer", 2 * (copied + (shape.head_params if mixed else 0)), ("train",))
@@ -93,7 +101,7 @@ def pool_bytes(plan: Plan) -> float:
     if plan.kv_cache_tokens:
         return per_token * plan.kv_cache_tokens
     wanted = (rows + min(plan.own_prompts, rows)) * (plan.longest + plan.page_size)
-    held = plan.shape.params * plan.master_bytes * (1 if plan.keep_snapshot else 4)
+    held = plan.shape.params * plan.master_bytes * (1 if plan.keep_snapshot else 4) + reference_bytes(plan)
     free = plan.card.memory - CONTEXT_BYTES - held - kept_snapshot(plan)
     return min(wanted * per_token, max(0.0, free) * plan.memory_fraction)
 

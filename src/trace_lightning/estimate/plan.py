@@ -12,6 +12,7 @@ from trace_lightning.quantization.recorder import SiteShape
 from trace_lightning.types import SITES, QuantRecipe
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
+REFERENCES = ("none", "bf16", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Plan:
     decode_window: int = 8
     prefill_tokens: int = 8192
     keep_snapshot: bool = True
+    reference: str = "none"  # of a KL term, see `model.reference`
 
     def __post_init__(self) -> None:
         for name in ("gpus", "prompts", "samples", "prompt_length", "new_tokens", "max_tokens_per_microbatch"):
@@ -63,6 +65,8 @@ class Plan:
             )
         if self.precision not in PRECISIONS:
             raise ValueError(f"--precision {self.precision!r}: estimates know {', '.join(PRECISIONS)}")
+        if self.reference not in REFERENCES:
+            raise ValueError(f"--reference {self.reference!r}: expected {', '.join(REFERENCES)}")
         if self.longest > self.shape.max_positions:
             raise ValueError(
                 f"{self.prompt_length} + {self.new_tokens} tokens exceed the context of {self.model}, "

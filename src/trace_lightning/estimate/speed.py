@@ -102,7 +102,9 @@ def sync(plan: Plan) -> Span:
 
 
 def train(plan: Plan) -> dict[str, Span]:
-    """Forward (once more with checkpointing, once more for old log-probs) and backward, and the optimizer's steps.
+    """Forward and backward, and the optimizer's steps.
+
+    Forward once more with checkpointing, and once each for old log-probs and for a reference.
 
     Operations: 2 per weight and token forward, 4 backward; the head, always recomputed, 8 per completion token; causal
     attention 2 H D T^2 forward per sequence and layer, twice that backward.
@@ -111,8 +113,8 @@ def train(plan: Plan) -> dict[str, Span]:
     attention = 2 * shape.heads * shape.head_dim * shape.layers * tokens**2
     forward, head = 2.0 * shape.linear_params * tokens + attention, 2.0 * shape.head_params * plan.mean_new
     once = forward * (4 if plan.gradient_checkpointing else 3) + 4 * head
-    old = forward + head if plan.num_iterations * plan.num_minibatches > 1 else 0.0
-    operations = plan.sequences * (once * plan.num_iterations + old)
+    scored = (plan.num_iterations * plan.num_minibatches > 1) + (plan.reference != "none")
+    operations = plan.sequences * (once * plan.num_iterations + scored * (forward + head))
     updates = plan.num_iterations * plan.num_minibatches
     touched = 4 * plan.master_bytes * shape.params * updates / limits.bandwidth
     fast, slow = OPTIMIZER_PASSES

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from trace_lightning.metrics.histogram import NUM_BINS, QUANTILES, quantile, ratio_histogram
-from trace_lightning.rl.losses import LOG_RATIO_LIMIT, SumCount, k3, masked_log_ratio, sum_count
+from trace_lightning.rl.kl import k3
+from trace_lightning.rl.losses import LOG_RATIO_LIMIT, SumCount, masked_log_ratio, sum_count
 
 # How each entry of `divergence_sums` merges, and its neutral element; lists are vectors.
 DIVERGENCE_STATES: dict[str, tuple[str, float | int | list[int] | list[float]]] = {

@@ -6,8 +6,12 @@ Two readings of "std" and three kinds of bad reward cause most surprises here, s
   * A group with fewer than two scored answers, or with all scores equal, has nothing to compare: advantages are 0.
   * Whether a group has zero variance is a property of that group, also where the scale is the batch's std.
 
-Left out: whitening over the batch, which moves the mean as well and so rewards easy prompts over hard ones; and
-leave-one-out (RLOO), which equals `scale: none` times G / (G - 1), a constant that the learning rate absorbs.
+    GroupAdvantage    (R - mean of the group) / std of the group, of the batch, or 1      GRPO, Dr. GRPO
+    LeaveOneOut       R - mean of the others in the group                                 RLOO
+    BatchAdvantage    (R - mean of the batch, or of the group) / std of what is left      REINFORCE++ (-baseline)
+
+A batch is the rollout of all ranks. With token-level means in the loss, REINFORCE++ may also be read as statistics over
+tokens, in which long answers count more; here every answer counts once.
 
     P prompts    G answers per prompt (`rollout.num_generations`)
 """
@@ -59,8 +63,7 @@ class GroupAdvantage(AdvantageEstimator):
         """
         _check(rewards_PG)
         rewards_PG = rewards_PG.float()
-        if rewards_PG.isnan().any():
-            warnings.warn("some completions were not scored (NaN reward) and are left out of learning", stacklevel=2)
+        _warn_unscored(rewards_PG)
         mean_P, std_P, _ = group_statistics(rewards_PG)
         advantages_PG = rewards_PG - mean_P[:, None]
         if self.scale == "group":
@@ -70,6 +73,62 @@ class GroupAdvantage(AdvantageEstimator):
             advantages_PG = advantages_PG / (std_1 + self.eps)
         silent_PG = rewards_PG.isnan() | zero_variance_groups(rewards_PG)[:, None]
         return advantages_PG.masked_fill(silent_PG, 0.0)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(AdvantageEstimator):
+    """`R - mean of the other scored answers to the same prompt` (RLOO, arXiv 2402.14740): an unbiased baseline.
+
+    Equal to `GroupAdvantage(scale=none)` times n / (n - 1), n the scored answers of the group.
+    """
+
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        """Advantages [P, G] FP32.
+
+        Raises:
+            ValueError: as `GroupAdvantage`.
+        """
+        centred_PG = GroupAdvantage(scale="none")(rewards_PG)
+        _, _, count_P = group_statistics(rewards_PG)
+        return centred_PG * (count_P / (count_P - 1).clamp(min=1))[:, None]
+
+
+@dataclass(frozen=True)
+class BatchAdvantage(AdvantageEstimator):
+    """Normalised over the batch: the advantage of REINFORCE++ (arXiv 2501.03262).
+
+    Args:
+        center: what is subtracted: the mean of the `batch` (REINFORCE++; works with one answer per prompt, and
+            rewards easy prompts over hard ones) or of the `group` (REINFORCE++-baseline; groups of equal rewards then
+            teach nothing).
+        eps: added to the std of what is left, against a division by 0.
+    """
+
+    center: Literal["batch", "group"] = "batch"
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.center not in ("batch", "group"):
+            raise ValueError(f"advantages.center={self.center!r}: expected batch or group")
+        if self.eps < 0:
+            raise ValueError(f"advantages.eps={self.eps} must be >= 0")
+
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        """Advantages [P, G] FP32; all 0 where fewer than two rewards of the batch are scored, or all are equal.
+
+        Raises:
+            ValueError: as `GroupAdvantage`, but for a group of one with `center=batch`.
+        """
+        _check(rewards_PG, smallest_group=1 if self.center == "batch" else 2)
+        rewards_PG = rewards_PG.float()
+        _warn_unscored(rewards_PG)
+        groups = rewards_PG.reshape(1, -1) if self.center == "batch" else rewards_PG
+        mean, _, _ = group_statistics(groups)
+        silent = groups.isnan() | zero_variance_groups(groups)[:, None]
+        # A lone score would be centred on itself: it is left out of the std as well.
+        centred = (groups - mean[:, None]).masked_fill(groups.isnan() | (_scores(groups) < 2), torch.nan)
+        _, std_1, _ = group_statistics(centred.reshape(1, -1))
+        return (centred / (std_1 + self.eps)).masked_fill(silent, 0.0).view_as(rewards_PG)
 
 
 def group_statistics(rewards_PG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,13 +156,23 @@ def zero_variance_groups(rewards_PG: Tensor) -> Tensor:
     return highest_P <= lowest_P  # without any score: -inf <= inf
 
 
-def _check(rewards_PG: Tensor) -> None:
+def _scores(rewards_PG: Tensor) -> Tensor:
+    """Scored rewards of each group [P, 1]."""
+    return (~rewards_PG.isnan()).sum(dim=-1, keepdim=True)
+
+
+def _warn_unscored(rewards_PG: Tensor) -> None:
+    if rewards_PG.isnan().any():
+        warnings.warn("some completions were not scored (NaN reward) and are left out of learning", stacklevel=3)
+
+
+def _check(rewards_PG: Tensor, smallest_group: int = 2) -> None:
     if rewards_PG.ndim != 2:
         raise ValueError(f"rewards of shape {tuple(rewards_PG.shape)}: expected [prompts, group]")
-    if rewards_PG.shape[1] < 2:
+    if rewards_PG.shape[1] < smallest_group:
         raise ValueError(
-            f"groups of {rewards_PG.shape[1]}: an advantage compares answers to the same prompt. Set "
-            "rollout.num_generations to 2 or more."
+            f"groups of {rewards_PG.shape[1]}: this advantage compares answers to the same prompt. Set "
+            "rollout.num_generations to 2 or more, or take BatchAdvantage, which compares over the batch."
         )
     if rewards_PG.isinf().any():
         raise ValueError("a reward is infinite; return a finite number, or None for a completion that was not scored")

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trace_lightning.rl.losses import LOG_RATIO_LIMIT, SumCount, masked_log_ratio, sum_count
+from trace_lightning.rl.losses import LOG_RATIO_LIMIT, PolicyLoss, SumCount, masked_log_ratio, sum_count
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,27 @@ def level_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     if level == "geometric":
         total_B1 = total_B1 / mask_BT.sum(dim=-1, keepdim=True).clamp(min=1)
     return total_B1.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def check_corrections(corrections: Sequence[Correction], loss: PolicyLoss, *, bypass_mode: bool) -> None:
+    """Refuse weights beside a loss that holds the same ratio already.
+
+    Raises:
+        ValueError: naming both, and the way out.
+    """
+    twice = ", ".join(correction.label for correction in corrections if correction.reweights)
+    if twice and loss.corrects_rollout:
+        raise ValueError(
+            f"model.loss={type(loss).__name__} weighs by the ratio of trainer and rollout itself, and "
+            f"model.corrections={twice} would count it twice. Set model.corrections=[]; rules that only drop "
+            "(GeometricRejection, Veto) may stay."
+        )
+    if twice and bypass_mode:
+        raise ValueError(
+            f"model.bypass_mode=true puts the ratio of trainer and rollout into the loss, and model.corrections={twice}"
+            " would count it twice. Set model.corrections=[], or bypass_mode=false; rules that only drop "
+            "(GeometricRejection, Veto) may stay."
+        )
 
 
 def apply_corrections(

@@ -30,6 +30,7 @@ def token_logprobs(
     support_NK: Tensor | None = None,
     chunk_size: int = 1024,
     with_entropy: bool = True,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(lm_head(hidden) / temperature), and the entropy there.
 
@@ -46,10 +47,12 @@ def token_logprobs(
             The softmax then runs over those alone, as the sampler's did.
         chunk_size: rows whose logits exist at one time.
         with_entropy: whether to compute the entropy.
+        entropy_gradient: whether the entropy carries a gradient too (an entropy bonus); the backward pass then makes it
+            again, at the cost of a few more [n, V] tensors. Implies `with_entropy`.
 
     Returns:
-        `logprobs_N` FP32, differentiable in `hidden_ND` and the head's parameters; `entropy_N` FP32 in nats, detached,
-        NaN if `with_entropy` is off (unmeasured, so that it cannot be logged as a number).
+        `logprobs_N` FP32, differentiable in `hidden_ND` and the head's parameters; `entropy_N` FP32 in nats, detached
+        without `entropy_gradient`, NaN if `with_entropy` is off (unmeasured, so that it cannot be logged as a number).
 
     Raises:
         ValueError: temperature or chunk size out of range, shapes that do not belong together, or a target that is not
@@ -65,6 +68,7 @@ def token_logprobs(
         support_NK=support_NK,
         chunk_size=chunk_size,
         with_entropy=with_entropy,
+        entropy_gradient=entropy_gradient,
     )
     return logprobs_N, entropy_N
 
@@ -79,6 +83,7 @@ def token_and_topk_logprobs(
     support_NK: Tensor | None = None,
     chunk_size: int = 1024,
     with_entropy: bool = True,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, and the log-probabilities of K more ids per row under the same softmax.
 
@@ -91,6 +96,7 @@ def token_and_topk_logprobs(
         support_NK: as there.
         chunk_size: as there.
         with_entropy: as there.
+        entropy_gradient: as there.
 
     Returns:
         `logprobs_N`, `entropy_N`, and `topk_logprobs_NK` FP32, differentiable like the first, -inf at the padding.
@@ -115,6 +121,8 @@ def token_and_topk_logprobs(
         logprobs_nV = torch.log_softmax(logits.float() / temperature, dim=-1)
         logprobs_n = logprobs_nV.gather(-1, index[:, None]).squeeze(-1)
         topk_logprobs_nK = logprobs_nV.gather(-1, topk_nK.clamp(min=0)).masked_fill(topk_nK < 0, -torch.inf)
+        if entropy_gradient:
+            return logprobs_n, _entropy_with_gradient(logprobs_nV), topk_logprobs_nK
         # Last on purpose: the recomputation stops at the last tensor the backward pass needs, so entropy is not redone.
         entropy_n = _entropy(logprobs_nV) if with_entropy else torch.full_like(logprobs_n, torch.nan).detach()
         return logprobs_n, entropy_n, topk_logprobs_nK
@@ -136,6 +144,12 @@ def _entropy(logprobs_nV: Tensor) -> Tensor:
     # entr(0) is 0, where p * log p would be 0 * -inf for words outside the support.
     terms_nV: Tensor = torch.special.entr(logprobs_nV.detach().exp())
     return terms_nV.sum(dim=-1)
+
+
+def _entropy_with_gradient(logprobs_nV: Tensor) -> Tensor:
+    # Not by entr, whose derivative at 0 is infinite.
+    known_nV = torch.where(logprobs_nV > -torch.inf, logprobs_nV, 0.0)
+    return -(logprobs_nV.exp() * known_nV).sum(dim=-1)
 
 
 def _check(

@@ -5,14 +5,15 @@ A loss sees one micro-batch of one rank, yet the update must not depend on how a
 loss of the undivided batch, and so do their gradients. (DDP averages gradients over ranks; whoever runs it multiplies
 the share by the number of ranks.) Metrics are (sum, count) pairs for the same reason.
 
-    per token   l = -min(r A, clip(r, 1 - eps, 1 + eps_high) A) * w + beta * k3        r = pi_policy / pi_old
-    GRPO        mean over sequences of each sequence's token mean     favours short answers, arXiv 2402.03300
-    DrGRPO      token sum / (sequences * max length)                  no length in the weight, arXiv 2503.20783
-    DAPO        token sum / tokens                                    long answers weigh more, arXiv 2503.14476
+This file is the contract, and what losses per token share. Variants are classes, never a `loss_type` string:
 
-Variants are classes, never a `loss_type` string; baselines.py has two more that correct for the rollout themselves.
-Left out: resampling and length penalties of DAPO (they belong to
-rollout and reward), and importance weights (corrections.py; they arrive as `weights_BT`).
+    clipped_losses.py     GRPO, Dr. GRPO, PPO, DAPO: the clipped ratio per token, in three means
+    sequence_losses.py    GSPO, RLOO: ratios per sequence
+    weighted_losses.py    CISPO, SAPO: no token loses its gradient
+    baselines.py          TBPO, Score Centering: correct for the rollout themselves
+
+Left out: resampling and length penalties of DAPO (they belong to rollout and reward), and importance weights
+(corrections.py; they arrive as `weights_BT`).
 
     B sequences    T tokens, aligned with the token they belong to
 """
@@ -27,14 +28,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trace_lightning.rl.kl import K3, KLEstimator
+
 # FP32 exp overflows at 88 (squares and sums of it earlier), and inf * 0 is NaN. e**20 is 5e8: no clip or band reaches
 # that far, so whatever lies beyond is an outlier that must not move the policy; the clamp's gradient there is 0.
 LOG_RATIO_LIMIT = 20.0
-# k3 grows as exp(-d) where the reference finds a token likelier. Beyond this value (d = -2.5) one token would outweigh
-# the batch, so it stops pulling.
-K3_LIMIT = 10.0
-
 SumCount = tuple[Tensor, Tensor]
+_K3 = K3()
+_TOKEN_FIELDS = (
+    *("old_logprobs_BT", "rollout_logprobs_BT", "mask_BT"),
+    *("weights_BT", "ref_logprobs_BT", "entropy_BT"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class LossInputs:
         mask_BT: bool, completion tokens to learn from.
         weights_BT: FP32 detached factors of the policy term from `corrections.py`; None means 1.
         ref_logprobs_BT: FP32, the reference policy's; needed if the loss has a KL term.
+        entropy_BT: FP32, entropy of the policy in nats; carries a gradient. None unless the loss asks for it.
         topk_logprobs_BTK: FP32, the policy's log-probs of the rollout's K most likely tokens; carries the gradient.
             None unless the rollout recorded them (`sampling.record_logprobs`).
         rollout_topk_logprobs_BTK: FP32, the rollout's of the same tokens; -inf where there are fewer than K.
@@ -86,12 +91,13 @@ class LossInputs:
     counts: GlobalCounts
     weights_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
+    entropy_BT: Tensor | None = None
     topk_logprobs_BTK: Tensor | None = None
     rollout_topk_logprobs_BTK: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.policy_logprobs_BT.shape
-        for name in ("old_logprobs_BT", "rollout_logprobs_BT", "mask_BT", "weights_BT", "ref_logprobs_BT"):
+        for name in _TOKEN_FIELDS:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, policy_logprobs_BT has {tuple(shape)}")
@@ -119,32 +125,60 @@ class PolicyLoss(ABC):
     needs_topk: ClassVar[bool] = False  # whether it reads the fields that `sampling.record_logprobs` fills
     corrects_rollout: ClassVar[bool] = False  # whether it weighs by the rollout's ratio itself: no other weight then
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads `ref_logprobs_BT`: then `model.reference` is loaded and scores every rollout."""
+        return False
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether it reads `entropy_BT`, which then carries a gradient."""
+        return False
+
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """The loss share and metrics of one micro-batch."""
 
 
-class ClippedLoss(PolicyLoss):
-    """The clipped surrogate with optional KL; children differ in how they average it over tokens."""
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss(PolicyLoss):
+    """A policy term per token, plus KL to a reference and an entropy bonus; children bring the term and the mean.
 
-    epsilon: float
-    epsilon_high: float | None
-    delta: float | None
-    beta: float
+        aggregate( term_BT * weights_BT + beta * kl_BT )  -  entropy_coef * token mean of the entropy
+
+    Neither KL nor bonus is weighted: they pull whatever the rollout's probability was. The bonus is a token mean under
+    every loss, as in TRL, so its coefficient means the same everywhere.
+
+    Args:
+        beta: weight of the KL to the reference policy (`model.reference`); 0 is off, and no reference is loaded.
+        kl: its estimator.
+        entropy_coef: weight of the entropy bonus; its gradient costs a second softmax in the backward pass.
+    """
+
+    beta: float = 0.0
+    kl: KLEstimator = _K3
+    entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon <= 1:
-            raise ValueError(f"loss.epsilon={self.epsilon}: 1 - epsilon bounds a ratio of probabilities, so (0, 1]")
-        if self.epsilon_high is not None and self.epsilon_high <= 0:
-            raise ValueError(f"loss.epsilon_high={self.epsilon_high} must be above 0")
-        if self.delta is not None and self.delta <= 1 + self._high:
-            raise ValueError(f"loss.delta={self.delta} must exceed 1 + epsilon_high = {1 + self._high}")
         if self.beta < 0:
             raise ValueError(f"loss.beta={self.beta} must be >= 0")
 
     @property
-    def _high(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+    def needs_reference(self) -> bool:
+        """Whether `beta` is above 0."""
+        return self.beta > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether there is a bonus."""
+        return self.entropy_coef != 0
+
+    @abstractmethod
+    def surrogate(self, inputs: LossInputs) -> tuple[Tensor, dict[str, SumCount]]:
+        """The unweighted policy term, [B, T] or [B, 1] (the same for all tokens of a sequence), and its metrics.
+
+        Entries outside the mask may hold any finite number.
+        """
 
     @abstractmethod
     def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
@@ -154,120 +188,45 @@ class ClippedLoss(PolicyLoss):
         """The loss share of one micro-batch; 0 with zero gradient where the mask is empty.
 
         Raises:
-            ValueError: `beta` > 0 without reference log-probs.
+            ValueError: `beta` above 0 without reference log-probs, or `entropy_coef` without entropies.
         """
-        mask_BT, advantages_B1 = inputs.mask_BT, inputs.advantages_B[:, None]
-        ratio_BT = masked_log_ratio(inputs.policy_logprobs_BT, inputs.old_logprobs_BT, mask_BT).exp()
-        losses_BT = clipped_surrogate(ratio_BT, advantages_B1, self.epsilon, self._high, self.delta)
+        mask_BT = inputs.mask_BT
+        losses_BT, metrics = self.surrogate(inputs)
         if inputs.weights_BT is not None:
-            losses_BT = losses_BT * inputs.weights_BT.detach()
-        metrics = clip_metrics(ratio_BT.detach(), advantages_B1, mask_BT, self.epsilon, self._high)
-        if self.beta:
-            if inputs.ref_logprobs_BT is None:
-                raise ValueError(f"loss.beta={self.beta} needs reference log-probs. Give a reference model, or beta=0.")
-            # The KL term is not weighted: it pulls towards the reference whatever the rollout's probability was.
-            kl_BT = k3(masked_log_ratio(inputs.policy_logprobs_BT, inputs.ref_logprobs_BT, mask_BT))
-            losses_BT = losses_BT + self.beta * kl_BT.clamp(max=K3_LIMIT)
+            losses_BT = losses_BT * torch.where(mask_BT, inputs.weights_BT.detach(), 0.0)
+        if self.needs_reference:
+            kl_BT = self._kl(inputs)
+            losses_BT = losses_BT + self.beta * kl_BT
             metrics["kl"] = sum_count(kl_BT.detach(), mask_BT)
         loss = self.aggregate(torch.where(mask_BT, losses_BT, 0.0), mask_BT, inputs.counts)
+        if self.needs_entropy:
+            if inputs.entropy_BT is None:
+                raise ValueError(f"loss.entropy_coef={self.entropy_coef} needs entropy_BT with its gradient")
+            entropy_BT = torch.where(mask_BT, inputs.entropy_BT, 0.0)
+            loss = loss - self.entropy_coef * token_mean(entropy_BT, mask_BT, inputs.counts)
         return LossOutputs(loss, metrics)
 
-
-@dataclass(frozen=True)
-class GRPO(ClippedLoss):
-    """Token mean per sequence, then mean over sequences (arXiv 2402.03300; defaults as in TRL).
-
-    Args:
-        epsilon: lower clip of the ratio, 1 - epsilon.
-        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
-        delta: cap of the ratio also where the advantage is negative (two-sided clip, arXiv 2505.07291); None is off.
-        beta: weight of the KL to the reference policy (k3 estimator).
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-
-    def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
-        """Sum of the sequences' token means / number of sequences."""
-        means_B = losses_BT.sum(dim=-1) / mask_BT.sum(dim=-1).clamp(min=1)
-        return means_B.sum() / max(counts.num_sequences, 1)
+    def _kl(self, inputs: LossInputs) -> Tensor:
+        if inputs.ref_logprobs_BT is None:
+            raise ValueError(f"loss.beta={self.beta} needs reference log-probs. Give a reference model, or beta=0.")
+        ratio_BT = masked_log_ratio(inputs.policy_logprobs_BT, inputs.old_logprobs_BT, inputs.mask_BT).exp()
+        return self.kl(masked_log_ratio(inputs.policy_logprobs_BT, inputs.ref_logprobs_BT, inputs.mask_BT), ratio_BT)
 
 
-@dataclass(frozen=True)
-class DrGRPO(ClippedLoss):
-    """Token sum over a constant, so that length does not weigh (arXiv 2503.20783); use `GroupAdvantage(scale=none)`.
-
-    Args:
-        epsilon: lower clip of the ratio, 1 - epsilon.
-        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
-        delta: cap of the ratio also where the advantage is negative; None is off.
-        beta: weight of the KL to the reference policy (k3 estimator).
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-
-    def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
-        """Token sum / (number of sequences x maximal completion length)."""
-        return losses_BT.sum() / max(counts.num_sequences * counts.max_completion_length, 1)
+def sequence_mean(losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
+    """Sum of the sequences' token means / number of sequences; losses are 0 outside the mask."""
+    means_B = losses_BT.sum(dim=-1) / mask_BT.sum(dim=-1).clamp(min=1)
+    return means_B.sum() / max(counts.num_sequences, 1)
 
 
-@dataclass(frozen=True)
-class DAPO(ClippedLoss):
-    """Token mean over the whole batch with the raised upper clip (arXiv 2503.14476, only its loss).
-
-    Args:
-        epsilon: lower clip of the ratio, 1 - epsilon.
-        epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
-        delta: cap of the ratio also where the advantage is negative; None is off.
-        beta: weight of the KL to the reference policy (k3 estimator).
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = 0.28
-    delta: float | None = None
-    beta: float = 0.0
-
-    def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
-        """Token sum / number of tokens."""
-        return losses_BT.sum() / max(counts.num_tokens, 1)
+def token_mean(losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
+    """Token sum / number of tokens; losses are 0 outside the mask."""
+    return losses_BT.sum() / max(counts.num_tokens, 1)
 
 
 def masked_log_ratio(numerator_BT: Tensor, denominator_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """`numerator - denominator` clamped to +-LOG_RATIO_LIMIT, and 0 with exactly zero gradient outside the mask."""
     return torch.where(mask_BT, numerator_BT - denominator_BT, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def clipped_surrogate(
-    ratio_BT: Tensor, advantages_B1: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
-) -> Tensor:
-    """PPO's pessimistic loss `-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, per token."""
-    clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + epsilon_high)
-    if delta is not None:
-        ratio_BT = ratio_BT.clamp(max=delta)
-    return -torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """KL(p, ref) estimate `exp(-d) + d - 1`, d = log p - log ref, at samples of p: unbiased and never negative."""
-    return torch.expm1(-log_ratio) + log_ratio
-
-
-def clip_metrics(
-    ratio_BT: Tensor, advantages_B1: Tensor, mask_BT: Tensor, epsilon: float, epsilon_high: float
-) -> dict[str, SumCount]:
-    """Shares of tokens whose gradient the clip removed: below, above, either. Names and definition are TRL's."""
-    low_BT = (ratio_BT < 1 - epsilon) & (advantages_B1 < 0)
-    high_BT = (ratio_BT > 1 + epsilon_high) & (advantages_B1 > 0)
-    return {
-        "clip_ratio/low_mean": sum_count(low_BT, mask_BT),
-        "clip_ratio/high_mean": sum_count(high_BT, mask_BT),
-        "clip_ratio/region_mean": sum_count(low_BT | high_BT, mask_BT),
-    }
 
 
 def sum_count(values: Tensor, mask: Tensor) -> SumCount:

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from trace_lightning.rl.corrections import Correction, CorrectionOutputs, level_ratio
-from trace_lightning.rl.losses import LOG_RATIO_LIMIT, k3, masked_log_ratio, sum_count
+from trace_lightning.rl.kl import k3
+from trace_lightning.rl.losses import LOG_RATIO_LIMIT, masked_log_ratio, sum_count
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ fewer micro-batches than the others adds empty ones (`pad_plan`).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,10 @@ class MicroBatch:
     topk_logprobs_NK: Tensor | None
     guidance: GuidanceRows | None
     indices: list[int]
+
+    def unguided(self) -> MicroBatch:
+        """The same tokens for a model that does not round, or not by this record."""
+        return dataclasses.replace(self, guidance=None)
 
 
 def collate_rollout(batch: RolloutBatch, completions: list[Completion], pad_token_id: int) -> None:

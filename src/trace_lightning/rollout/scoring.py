@@ -19,8 +19,8 @@ from trace_lightning.rollout.microbatch import MicroBatch
 class Scores:
     """What the policy says of the masked tokens; 0 elsewhere.
 
-    `logprobs_BT` FP32; `entropy_BT` FP32, detached; `topk_logprobs_BTK` FP32, of the ids that the rollout recorded
-    (-inf where there are fewer than K); None if it recorded none.
+    `logprobs_BT` FP32; `entropy_BT` FP32, detached unless its gradient was asked for; `topk_logprobs_BTK` FP32, of the
+    ids that the rollout recorded (-inf where there are fewer than K); None if it recorded none.
     """
 
     logprobs_BT: Tensor
@@ -35,7 +35,12 @@ def score(policy: PreTrainedModel, micro: MicroBatch, *, temperature: float) -> 
 
 
 def score_all(
-    policy: PreTrainedModel, micro: MicroBatch, *, temperature: float, rounding: Rounding | None = None
+    policy: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    temperature: float,
+    rounding: Rounding | None = None,
+    entropy_gradient: bool = False,
 ) -> Scores:
     """Everything that losses may ask of the policy about one micro-batch.
 
@@ -44,11 +49,11 @@ def score_all(
     """
     if rounding is None and micro.guidance is not None:
         rounding = GuidedRounding(micro.guidance)
-    return Scores(*as_forward(policy, _score, policy, micro, temperature, rounding))
+    return Scores(*as_forward(policy, _score, policy, micro, temperature, rounding, entropy_gradient))
 
 
 def _score(
-    policy: PreTrainedModel, micro: MicroBatch, temperature: float, rounding: Rounding | None
+    policy: PreTrainedModel, micro: MicroBatch, temperature: float, rounding: Rounding | None, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     hidden_BTD = final_hidden(policy, micro.token_ids_BT[:, :-1], rounding)
     predicted_BT = micro.mask_BT[:, 1:]
@@ -60,6 +65,7 @@ def _score(
         targets_N.new_empty(len(targets_N), 0) if topk_NK is None else topk_NK,
         temperature=temperature,
         support_NK=micro.support_NK,
+        entropy_gradient=entropy_gradient,
     )
     if not len(logprobs_N):  # an empty micro-batch still needs a path to every parameter
         logprobs_N = logprobs_N + hidden_BTD.sum() * 0
