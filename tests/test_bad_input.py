@@ -52,6 +52,14 @@ CASES = {
         "--rollout.dynamic_sampling.max_refills 1 --rollout.num_generations 1 --model.advantages BatchAdvantage",
         ["groups of one never do", "num_generations"],
     ),
+    "refills without weights": (
+        "--rollout.dynamic_sampling.max_refills 1 --rollout.engine LocalEngine --rollout.engine.keep_snapshot false",
+        ["engine.keep_snapshot=false", "dynamic_sampling to null"],
+    ),
+    "refills beside a curriculum": (
+        "--rollout.dynamic_sampling.max_refills 1 --data.order SuccessCurriculum",
+        ["data.order=SuccessCurriculum", "use one of the two"],
+    ),
     "no refills": ("--rollout.dynamic_sampling.max_refills 0", ["max_refills=0", "null switches"]),
     "record of truncated sampling": (
         "--rollout.sampling.record_logprobs 8 --rollout.sampling.top_p 0.9",
