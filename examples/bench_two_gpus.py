@@ -145,7 +145,7 @@ def worker(args: argparse.Namespace) -> None:
     pl.seed_everything(0)
     tiny = args.shape == "tiny"
     sampling = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
-    rollout = Rollout(LocalEngine(), sampling, num_generations=args.generations)
+    rollout = Rollout(LocalEngine(), sampling, num_generations=args.generations, reward_workers=0)  # `toss` counts
     meter = Meter(rollout, None if args.out is None else Path(args.out))
     keep = [RunCheckpoint(every_n_steps=1)] if args.folder else []
     trainer = pl.Trainer(
