@@ -44,7 +44,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
 
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict

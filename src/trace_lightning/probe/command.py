@@ -51,6 +51,7 @@ _BUILTIN = "builtin:tiny-qwen3"
 _FROM_CONFIG = (
     *("model.path", "model.attention", "data.task", "recipe"),
     *(f"rollout.{name}" for name in ("engine", "sampling", "eval_sampling", "rewards", "reward_weights")),
+    *("rollout.reward_workers", "rollout.reward_time_limit"),
 )
 _NO_LIMIT = 2**31
 _NOT_IN_KEY = ("config", "out", "formats", "target", "parts", "recipe")  # the values of `config` are among the others
@@ -98,6 +99,8 @@ def _parser() -> ArgumentParser:
         help="default: the task's",
     )
     parser.add_argument("--rollout.reward_weights", type=list[float] | None, default=None, help="one per reward")
+    parser.add_argument("--rollout.reward_workers", type=int | None, default=None, help="as in `fit`")
+    parser.add_argument("--rollout.reward_time_limit", type=float, default=10.0, help="seconds per reward call")
     return parser
 
 
@@ -257,7 +260,11 @@ def main(arguments: list[str]) -> int:
         scorer=scorer,
         attention=parsed.model.attention,
     )
-    result = _with_progress(study, PartStore(parsed.out, _key(settings, folder, device)), console)
+    try:
+        result = _with_progress(study, PartStore(parsed.out, _key(settings, folder, device)), console)
+    finally:
+        if scorer is not None:
+            scorer.close()
     command = shlex.join(["trace-fit", "probe", *arguments])
     report.write(result, parsed.out, command)
     _say(result, parsed.out, console)
