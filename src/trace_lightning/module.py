@@ -270,14 +270,13 @@ class PolicyModule(pl.LightningModule):
     def _logprobs(self, batch: RolloutBatch, scorer: Callable[..., Tensor]) -> Tensor:
         """Log-probs of a whole rollout, of the policy before the first update or of the reference, [B, T].
 
-        Empty micro-batches are scored too, so that ranks make the same number of forward passes.
+        Empty micro-batches are scored too: every rank has to gather the layers of a sharded policy.
         """
         assert batch.token_ids_BT is not None
         assert batch.sampling is not None
         old = torch.zeros(batch.token_ids_BT.shape, device=self.device)
         for indices in self._plan(batch, list(range(len(batch.completions)))):
             micro = take(batch, indices, self.device)
-            # An empty one too: every rank has to gather the layers of a sharded policy.
             logprobs = scorer(micro, temperature=batch.sampling.temperature)
             if indices:
                 old[torch.tensor(indices, device=self.device), : logprobs.shape[1]] = logprobs
