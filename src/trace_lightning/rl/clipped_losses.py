@@ -28,12 +28,13 @@ from trace_lightning.rl.losses import (
 )
 
 
+@dataclass(frozen=True)
 class ClippedLoss(TokenLoss):
     """PPO's clipped surrogate; children differ in the ratio and in how they average over tokens."""
 
-    epsilon: float
-    epsilon_high: float | None
-    delta: float | None
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,10 +74,6 @@ class GRPO(ClippedLoss):
         entropy_coef: weight of the entropy bonus.
     """
 
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-
     def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
         """Sum of the sequences' token means / number of sequences."""
         return sequence_mean(losses_BT, mask_BT, counts)
@@ -94,10 +91,6 @@ class DrGRPO(ClippedLoss):
         kl: estimator of that KL.
         entropy_coef: weight of the entropy bonus.
     """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
 
     def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
         """Token sum / (number of sequences x maximal completion length)."""
@@ -119,10 +112,6 @@ class PPO(ClippedLoss):
         kl: estimator of that KL.
         entropy_coef: weight of the entropy bonus.
     """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
 
     def aggregate(self, losses_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
         """Token sum / number of tokens."""
