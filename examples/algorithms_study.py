@@ -15,18 +15,14 @@ and seconds are left out, because runs beside each other share the machine.
 """
 
 import argparse
-import csv
 import json
-import math
 import os
-import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import yaml
+from support.runs import cell, curves, mean, run_fit, training_rows
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # The others in configs/recipes are number formats.
@@ -46,55 +42,28 @@ def finished(args: argparse.Namespace, recipe: str, seed: int) -> Path | None:
 
 
 def run(args: argparse.Namespace, recipe: str, seed: int) -> None:
-    """One `trace-fit fit` in a process of its own; its console goes into a file."""
+    """The config with the recipe on top, for `args.steps` rollouts."""
     overlay = CONFIGS / "recipes" / f"{recipe}.yaml"
     steps_per_rollout = yaml.safe_load(overlay.read_text())["model"].get("num_minibatches", 1)
-    command = [
-        *(sys.executable, "-m", "trace_lightning.cli", "fit", f"--config={args.config}", f"--config={overlay}"),
+    arguments = [
+        *(f"--config={args.config}", f"--config={overlay}"),
         *(f"--seed_everything={seed}", f"--runs_dir={args.out}", f"--run_name={recipe}_seed{seed}"),
         *(f"--trainer.max_steps={args.steps * steps_per_rollout}", f"--trainer.val_check_interval={args.steps}"),
         *("--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"),
         *args.extra,
     ]
-    log = args.out / f"{recipe}_seed{seed}.log"
-    with log.open("w") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise SystemExit(
-            f"{recipe}, seed {seed} ended with {done.returncode}; its last words in {log}:\n{log.read_text()[-1500:]}"
-        )
+    run_fit(arguments, args.out / f"{recipe}_seed{seed}.log", f"{recipe}, seed {seed}")
     print(f"{recipe}, seed {seed}: done", flush=True)
 
 
 def measured(folder: Path) -> dict[str, Any]:
     """What the table needs of a finished run."""
     summary = json.loads((folder / "summary.json").read_text())
-    with (folder / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("reward")]
-    curves = {name: [_number(row.get(key)) for row in rows] for name, key in CURVES.items()}
-    clipped = next((key for key in CLIPPED if rows and rows[0].get(key)), None)
-    curves["clipped"] = [_number(row.get(clipped)) if clipped else None for row in rows]
+    rows = training_rows(folder)
+    clipped = next((key for key in CLIPPED if rows and rows[0].get(key)), CLIPPED[0])
+    curves_of_run = curves(rows, CURVES | {"clipped": clipped})
     kept = ("heldout", "reward", "divergence", "steps", "rollouts", "model", "task", "recipe")
-    return {"summary": {key: summary[key] for key in kept}, "curves": curves}
-
-
-def _number(text: str | None) -> float | None:
-    value = float(text) if text else math.nan
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def _cell(values: list[float | None], digits: int = 3) -> str:
-    """Mean over seeds, and their range where there are several."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    text = f"{statistics.fmean(known):.{digits}f}"
-    return text if len(known) == 1 else f"{text} ({min(known):.{digits}f} to {max(known):.{digits}f})"
-
-
-def _mean(curve: list[float | None], last: int) -> float | None:
-    known = [value for value in curve[-last:] if value is not None]
-    return statistics.fmean(known) if known else None
+    return {"summary": {key: summary[key] for key in kept}, "curves": curves_of_run}
 
 
 def table(study: dict[str, dict[str, Any]]) -> str:
@@ -103,13 +72,13 @@ def table(study: dict[str, dict[str, Any]]) -> str:
     head = f"| recipe | seeds | held-out before | after | {last} | clipped, run |"
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     for recipe, runs in study.items():
-        summaries, curves = zip(*((run["summary"], run["curves"]) for run in runs.values()), strict=True)
+        summaries, measured_curves = zip(*((run["summary"], run["curves"]) for run in runs.values()), strict=True)
         cells = [
             recipe,
             str(len(runs)),
-            *(_cell([s["heldout"][side] for s in summaries]) for side in ("first", "last")),
-            *(_cell([_mean(c[name], LAST) for c in curves]) for name in ("reward", "entropy")),
-            _cell([_mean(c["clipped"], len(c["clipped"])) for c in curves]),
+            *(cell([s["heldout"][side] for s in summaries]) for side in ("first", "last")),
+            *(cell([mean(c[name][-LAST:]) for c in measured_curves]) for name in ("reward", "entropy")),
+            cell([mean(c["clipped"]) for c in measured_curves]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -18,17 +18,15 @@ them all the same starts the script once per arm and once more, with all of them
 """
 
 import argparse
-import csv
 import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from support.runs import cell, curves, mean, run_fit, training_rows
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo_fp4.yaml"
 NOT_GUIDED = ["--recipe.guidance.mode=none"]
@@ -68,7 +66,6 @@ CURVES = {
 PANELS = {"reward": "training reward", "mean_abs_dlogp": "mean |Δ log p|", "entropy": "entropy", "length": "tokens"}
 LAST = 10  # steps that the table's last values are means of
 
-Curves = dict[str, list[float | None]]
 Study = dict[str, dict[str, Any]]  # arm -> seed -> summary and curves
 
 
@@ -93,38 +90,17 @@ def finished(args: argparse.Namespace, arm: str, seed: int) -> bool:
 def run_arm(args: argparse.Namespace, arm: str, seed: int) -> None:
     """One `trace-fit fit` in a process of its own; its console goes into a file."""
     optimizer_steps = args.steps * (4 if args.hard else 1)
-    command = [
-        *(sys.executable, "-m", "trace_lightning.cli", "fit", f"--config={args.config}", f"--seed_everything={seed}"),
-        *(
-            f"--runs_dir={args.out}",
-            f"--run_name={run_name(args, arm, seed)}",
-            f"--trainer.max_steps={optimizer_steps}",
-        ),
-        *(f"--trainer.val_check_interval={min(40, args.steps)}", "--trainer.precision=bf16-mixed"),
-        *("--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"),
+    arguments = [
+        *(f"--config={args.config}", f"--seed_everything={seed}"),
+        *(f"--runs_dir={args.out}", f"--run_name={run_name(args, arm, seed)}"),
+        *(f"--trainer.max_steps={optimizer_steps}", f"--trainer.val_check_interval={min(40, args.steps)}"),
+        *("--trainer.precision=bf16-mixed", "--trainer.enable_progress_bar=false"),
+        "--trainer.enable_checkpointing=false",
         *(HARD if args.hard else []),
         *ARMS[arm][1],
         *args.extra,
     ]
-    log = args.out / f"{run_name(args, arm, seed)}.log"
-    with log.open("w") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        sys.exit(
-            f"{arm}, seed {seed} ended with {done.returncode}; its last words in {log}:\n{log.read_text()[-1500:]}"
-        )
-
-
-def read_curves(folder: Path) -> Curves:
-    """The columns of `CURVES`, one value per rollout; None where nothing was measured."""
-    with (folder / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get(CURVES["reward"])]
-    return {name: [_rounded(row.get(key)) for row in rows] for name, key in CURVES.items()}
-
-
-def _rounded(text: str | None) -> float | None:
-    value = float(text) if text else math.nan
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    run_fit(arguments, args.out / f"{run_name(args, arm, seed)}.log", f"{arm}, seed {seed}")
 
 
 def collect(args: argparse.Namespace) -> Study:
@@ -133,22 +109,11 @@ def collect(args: argparse.Namespace) -> Study:
     for arm in ARMS:
         for seed in args.seeds:
             for folder, summary in runs(args, arm, seed)[:1]:
-                study.setdefault(arm, {})[str(seed)] = {"summary": summary, "curves": read_curves(folder)}
+                study.setdefault(arm, {})[str(seed)] = {
+                    "summary": summary,
+                    "curves": curves(training_rows(folder), CURVES),
+                }
     return study
-
-
-def _last(curve: list[float | None]) -> float | None:
-    values = [value for value in curve[-LAST:] if value is not None]
-    return statistics.fmean(values) if values else None
-
-
-def _cell(values: list[float | None], digits: int = 3) -> str:
-    """Mean over seeds, and their range where there are several."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    text = f"{statistics.fmean(known):.{digits}f}"
-    return text if len(known) == 1 else f"{text} ({min(known):.{digits}f} to {max(known):.{digits}f})"
 
 
 def table(study: Study) -> str:
@@ -159,21 +124,21 @@ def table(study: Study) -> str:
     )
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     for arm, seeds in study.items():
-        summaries, curves = zip(*((run["summary"], run["curves"]) for run in seeds.values()), strict=True)
+        summaries, of_seeds = zip(*((run["summary"], run["curves"]) for run in seeds.values()), strict=True)
         before, after = ([s["heldout"][side] for s in summaries] for side in ("first", "last"))
-        seconds = [_last(c["seconds"]) for c in curves]
+        seconds = [mean(c["seconds"][-LAST:]) for c in of_seeds]
         cells = [
             ARMS[arm][0],
             str(len(seeds)),
             "/".join(str(summary["rollouts"]) for summary in summaries),
-            f"{_cell(before[:1])} → {_cell(after)}",
-            _cell([_last(c["reward"]) for c in curves]),
-            _cell([s["divergence"]["mean_abs_dlogp"] for s in summaries], 4),
-            _cell([_last(c["mean_abs_dlogp"]) for c in curves], 4),
-            _cell([s["divergence"]["max_abs_dlogp"] for s in summaries], 2),
-            _cell([s["code_mismatch"]["after"] for s in summaries], 4),
-            _cell([_last(c["entropy"]) for c in curves]),
-            _cell(seconds, 2),
+            f"{cell(before[:1])} → {cell(after)}",
+            cell([mean(c["reward"][-LAST:]) for c in of_seeds]),
+            cell([s["divergence"]["mean_abs_dlogp"] for s in summaries], 4),
+            cell([mean(c["mean_abs_dlogp"][-LAST:]) for c in of_seeds], 4),
+            cell([s["divergence"]["max_abs_dlogp"] for s in summaries], 2),
+            cell([s["code_mismatch"]["after"] for s in summaries], 4),
+            cell([mean(c["entropy"][-LAST:]) for c in of_seeds]),
+            cell(seconds, 2),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -184,10 +149,10 @@ def plot(study: Study, path: Path) -> None:
     figure = Figure(figsize=(18, 8), dpi=100, layout="constrained")
     axes = figure.subplots(2, len(PANELS))
     for color, (arm, seeds) in enumerate(study.items()):
-        curves = [run["curves"] for run in seeds.values()]
+        of_seeds = [run["curves"] for run in seeds.values()]
         for column, name in enumerate(PANELS):
-            smooth = [_smooth(curve[name]) for curve in curves]
-            times = [_cumulated(curve["seconds"]) for curve in curves]
+            smooth = [_smooth(curve[name]) for curve in of_seeds]
+            times = [_cumulated(curve["seconds"]) for curve in of_seeds]
             for row, x in enumerate(([list(range(len(y))) for y in smooth], times)):
                 for one_x, y in zip(x, smooth, strict=True):
                     axes[row][column].plot(one_x, y, color=f"C{color}", alpha=0.3, linewidth=0.7)

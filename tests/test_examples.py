@@ -150,6 +150,8 @@ def test_user_examples_are_short(name):
 
 
 def load(path: str):
+    if str(EXAMPLES) not in sys.path:  # where a script that is run finds `support`
+        sys.path.insert(0, str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(Path(path).stem, EXAMPLES / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
