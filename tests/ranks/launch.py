@@ -1,6 +1,7 @@
 """Starts N ranks that talk over gloo, as Lightning, torchrun or SLURM would, without importing everything N times.
 
-A fork server imports the library once; each rank is a fork of it, with the environment variables of its rank.
+A fork server imports the library once; each rank is a fork of it, with the environment variables of its rank. Ranks
+with a GPU are spawned: CUDA works in no fork of a process that has looked for it.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ def _rank(rank: int, world_size: int, port: int, log: Path, function: Callable[.
     os._exit(code)
 
 
-def start(function: Callable[..., None], world_size: int, folder: Path, *arguments: Any) -> list[BaseProcess]:
+def start(
+    function: Callable[..., None], world_size: int, folder: Path, *arguments: Any, gpus: bool = False
+) -> list[BaseProcess]:
     """The ranks, running; rank r writes to `rank<r>.log` in `folder`."""
+    context = multiprocessing.get_context("spawn") if gpus else _CONTEXT
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
     for rank in range(world_size):
         log = folder / f"rank{rank}.log"
-        process = _CONTEXT.Process(target=_rank, args=(rank, world_size, port, log, function, arguments))
+        process = context.Process(target=_rank, args=(rank, world_size, port, log, function, arguments))
         process.start()
         processes.append(process)
     return processes
@@ -75,7 +79,7 @@ def logs(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("rank*.log")))
 
 
-def run(function: Callable[..., None], world_size: int, folder: Path, *arguments: Any) -> None:
+def run(function: Callable[..., None], world_size: int, folder: Path, *arguments: Any, gpus: bool = False) -> None:
     """Run `function(*arguments)` on all ranks; it must succeed on each."""
-    codes = finish(start(function, world_size, folder, *arguments), folder)
+    codes = finish(start(function, world_size, folder, *arguments, gpus=gpus), folder)
     assert codes == [0] * world_size, logs(folder)

@@ -58,10 +58,17 @@ def whole(tensor: Tensor) -> Tensor:
 def as_forward(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function` as the forward of `model`, inside the hooks that gather and free a sharded root.
 
+    Args:
+        model: the policy.
+        function: what to call; it must take an argument at least, since FSDP2 moves the inputs of a root to its GPU and
+            fails where there are none.
+        args: its arguments.
+
     Returns:
         What `function` returns. Of a sharded model it must be tensors in tuples, lists or dicts, or FSDP2 would find no
         tensor to start the backward pass from.
     """
+    assert args, "a root of FSDP2 needs an input"
     if not is_sharded(model):
         return function(*args)
     model.forward = function

@@ -46,7 +46,7 @@ def check_decoder(decoder: Decoder, policy: PreTrainedModel, dtype: torch.dtype)
         stack.enter_context(torch.autocast(embedding.device.type, dtype, enabled=dtype != embedding.dtype))
         was_training = policy.training
         policy.eval()
-        theirs = as_forward(policy, lambda: final_hidden(policy, ids.unsqueeze(0)))[:, -1].float()
+        theirs = as_forward(policy, final_hidden, policy, ids.unsqueeze(0))[:, -1].float()
         policy.train(was_training)
     error = ((ours - theirs).norm() / theirs.norm()).item()
     limit = 1e-3 if dtype == torch.float32 else 5e-2
