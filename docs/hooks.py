@@ -1,4 +1,4 @@
-"""What `mkdocs build` adds to the pages: a line `::: subclasses of PATH` becomes a block for every class that may stand there.
+"""What `mkdocs build` adds to the pages: a line `::: subclasses of PATH` becomes a block for every class below PATH.
 
 The list is Python's own, so a class that is written and imported is documented, without a second list to keep.
 Everything else of the reference is mkdocstrings', from the docstrings.
