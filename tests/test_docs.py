@@ -92,7 +92,7 @@ def code(text: str) -> tuple[str, str]:
 def test_files_that_a_page_names_exist(page):
     """Paths from the root of the repository, globs included; what a run leaves is under `runs/`."""
     for path in re.findall(
-        r"(?<![\w/.])((?:docs|examples|configs|tests|kernels)/[\w./*-]*\w)", " ".join(code_of(page))
+        r"(?<![\w/.])((?:docs|examples|configs|tests|kernels)/[\w./*-]*\w)(?![\w<])", " ".join(code_of(page))
     ):
         assert any(ROOT.glob(path)), f"{page} names {path}"
 
