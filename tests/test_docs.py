@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import inspect
 import io
 import itertools
@@ -21,8 +22,6 @@ NOT_METRICS = {"step", "epoch"}
 TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")) + TEXTS
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMANDS = ("fit", "bench", "estimate", "probe", "prepare", "env")
-RUNS_AS_FIT = ("fit", "validate", "test", "predict")
 OF_OTHER_PROGRAMS = {"check", "kill-on-bad-exit", "no-deps"}  # ruff, srun, pip
 
 
@@ -82,8 +81,9 @@ def test_relative_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{page} links to {link}, which has no such heading"
 
 
-def code(text: str) -> tuple[str, str]:
-    """Shell commands of the fenced blocks, one a line, and all inline code."""
+def code_of(page: str) -> tuple[str, str]:
+    """Shell commands of the fenced blocks, one a line, and all inline code, one a line."""
+    text = (ROOT / page).read_text()
     blocks = [body for language, body in FENCE.findall(text) if language in ("", "bash")]
     return "\n".join(blocks).replace("\\\n", " "), "\n".join(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
 
@@ -97,24 +97,27 @@ def test_files_that_a_page_names_exist(page):
         assert any(ROOT.glob(path)), f"{page} names {path}"
 
 
-def code_of(page: str) -> tuple[str, str]:
-    return code((ROOT / page).read_text())
+@functools.cache
+def options_of(command: str) -> set[str]:
+    """Options of a subcommand of `trace-fit`, from its own `--help`."""
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        patch.setattr(sys, "argv", ["trace-fit", command, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code, f"trace-fit {command} is no command"
+    return {name.rstrip(".") for name in re.findall(r"--([a-z][\w.]*)", text.getvalue())}
 
 
-@pytest.fixture(scope="module")
-def options() -> dict[str, set[str]]:
-    """Options of each subcommand, from its own `--help`."""
-    found = {}
-    for command in COMMANDS:
-        text = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
-            patch.setattr(sys, "argv", ["trace-fit", command, "--help"])
-            with pytest.raises(SystemExit):
-                main()
-        found[command] = {name.rstrip(".") for name in re.findall(r"--([a-z][\w.]*)", text.getvalue())}
-    return found
+@functools.cache
+def options_of_all() -> set[str]:
+    """Of every subcommand that some page names, and of the scripts beside the library."""
+    commands = {name for page in PAGES for name in re.findall(r"trace-fit (\w+)", "\n".join(code_of(page)))}
+    scripts = "".join(path.read_text() for folder in ("examples", "kernels") for path in (ROOT / folder).rglob("*.py"))
+    return set().union(*map(options_of, commands), re.findall(r'"--([\w-]+)"', scripts), OF_OTHER_PROGRAMS)
 
 
+@functools.cache
 def arguments_of_classes() -> set[str]:
     """Names of the arguments of everything that a config can name by its class."""
     queue, names = [*COMPONENTS, *(getattr(callbacks, name) for name in callbacks.__all__)], {"help"}
@@ -132,14 +135,10 @@ def is_known(option: str, known: set[str], arguments: set[str]) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_that_a_page_names_exist(page, options):
-    arguments, (shell, inline) = arguments_of_classes(), code_of(page)
-    for command, rest in re.findall(r"trace-fit (\w+)([^\n#|;]*)", shell + "\n" + inline):
-        command = "fit" if command in RUNS_AS_FIT else command
-        assert command in options, f"{page}: trace-fit {command}"
+def test_options_that_a_page_names_exist(page):
+    arguments, text = arguments_of_classes(), "\n".join(code_of(page))
+    for command, rest in re.findall(r"trace-fit (\w+)([^\n#|;]*)", text):
         for option in re.findall(r"--([a-z][\w.]*)", rest):
-            assert is_known(option, options[command], arguments), f"{page}: trace-fit {command} --{option}"
-    scripts = "".join(path.read_text() for folder in ("examples", "kernels") for path in (ROOT / folder).rglob("*.py"))
-    known = set().union(*options.values(), re.findall(r'"--([\w-]+)"', scripts), OF_OTHER_PROGRAMS)
-    for option in re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", shell + "\n" + inline):
-        assert is_known(option, known, arguments), f"{page}: --{option}"
+            assert is_known(option, options_of(command), arguments), f"{page}: trace-fit {command} --{option}"
+    for option in re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", text):
+        assert is_known(option, options_of_all(), arguments), f"{page}: --{option}"
