@@ -54,7 +54,7 @@ class Rollout(Callback):
 
     Args:
         engine: draws the completions; default `LocalEngine()`.
-        sampling: how, in training; the run's seed (`seed_everything`) is mixed into its own.
+        sampling: how, in training; default `SamplingParams()`. The run's seed (`seed_everything`) is mixed in.
         num_generations: completions per prompt (the group of GRPO).
         rewards: reward functions, as classes or as functions `(completion, problem) -> float | None`; default: the
             task's own.

@@ -70,7 +70,7 @@ class GRPO(ClippedLoss):
         delta: cap of the ratio where the advantage is negative, for which the clip has none: the dual clip of arXiv
             1912.09729 (its c, 3 there), which is the two-sided clip of arXiv 2505.07291. None is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -88,7 +88,7 @@ class DrGRPO(ClippedLoss):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative (dual clip); None is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -109,7 +109,7 @@ class PPO(ClippedLoss):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative (dual clip); None is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -127,7 +127,7 @@ class DAPO(PPO):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative (dual clip); None is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 

@@ -151,7 +151,7 @@ class TokenLoss(PolicyLoss):
 
     Args:
         beta: weight of the KL to the reference policy (`model.reference`); 0 is off, and no reference is loaded.
-        kl: its estimator.
+        kl: its estimator; default `K3()`.
         entropy_coef: weight of the entropy bonus; its gradient costs a second softmax in the backward pass.
     """
 

@@ -35,7 +35,7 @@ class GSPO(GRPO):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative (dual clip); None is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -58,7 +58,7 @@ class GSPOToken(GSPO):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative (dual clip); None is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -78,7 +78,7 @@ class RLOO(GRPO):
         epsilon_high: upper clip, 1 + epsilon_high; None takes epsilon.
         delta: cap of the ratio where the advantage is negative (dual clip); None is off.
         beta: weight of the KL to the reference policy; 0 is off. It enters as each sequence's token mean.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 

@@ -65,7 +65,7 @@ class CISPO(DetachedWeightLoss):
         cap: largest weight; 5 in ScaleRL.
         floor: smallest weight; 0 is off.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -91,7 +91,7 @@ class CISPOBand(DetachedWeightLoss):
         epsilon: 1 - epsilon is the smallest weight; 1 sets no bound, as in the paper.
         epsilon_high: 1 + epsilon_high is the largest weight.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 
@@ -120,7 +120,7 @@ class SAPO(TokenLoss):
         tau: temperature where the advantage is above 0.
         tau_negative: temperature elsewhere; larger, so that pushing down fades sooner.
         beta: weight of the KL to the reference policy; 0 is off.
-        kl: estimator of that KL.
+        kl: estimator of that KL; default `K3()`.
         entropy_coef: weight of the entropy bonus.
     """
 

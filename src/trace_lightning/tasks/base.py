@@ -80,7 +80,11 @@ class RewardFn(ABC):
 
 
 class FunctionReward(RewardFn):
-    """A plain or `async` function `(completion, problem) -> float | None` as a RewardFn, named after the function."""
+    """A plain or `async` function as a RewardFn, named after it. A config names the function itself.
+
+    Args:
+        function: `(completion, problem) -> float | None`.
+    """
 
     def __init__(self, function: Callable[[str, Problem], Any]) -> None:
         self.function = function
