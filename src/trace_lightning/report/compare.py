@@ -42,10 +42,10 @@ def _numbers(run: Run) -> Iterator[tuple[str, str]]:
     metrics, facts = run.metrics, run.facts
     yield "status", run.status
     yield "steps", f"{max(series.steps[-1] for series in metrics.values()):.0f}"
-    for key in sorted(key for key in metrics if key.startswith("heldout/") and key.endswith("/reward")):
-        yield f"{key}, first → last", _ends(metrics[key])
-    if "heldout/reward" in metrics:
-        yield "held-out reward, first → last", _ends(metrics["heldout/reward"])
+    for key in sorted(metrics):
+        if key.startswith("heldout/") and key.endswith("/reward"):  # of each held-out set
+            name = key.removeprefix("heldout/").removesuffix("reward").rstrip("/")
+            yield f"held-out reward, first → last{name and f' ({name})'}", _ends(metrics[key])
     if "reward" in metrics:
         yield "training reward, last 10 steps", number(recent(metrics["reward"]))
     for label, key, reduce in (

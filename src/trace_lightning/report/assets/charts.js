@@ -130,6 +130,7 @@ class Chart {
     }
     for (const tick of linearTicks(first, first + span, 5).filter(Number.isInteger))
       make("text", { x: this.x(tick), y: height - 5, "text-anchor": "middle" }, this.svg, tick.toLocaleString("en"));
+    this.curves.forEach(curve => this.curve(curve));
     for (const bound of bounds) {
       const y = scale.at(bound.value);
       if (y < top || y > top + inner) continue;
@@ -137,7 +138,6 @@ class Chart {
       const place = bound.kind === "warn" ? { x: width - right, "text-anchor": "end" } : { x: left + 4 }; // apart where close
       make("text", { class: bound.kind, y: y - 3, ...place }, this.svg, `${bound.kind}: ${bound.label}`);
     }
-    this.curves.forEach(curve => this.curve(curve));
     this.overlay = make("g", {}, this.svg);
   }
 
@@ -149,7 +149,8 @@ class Chart {
       make("path", { d: `${line}L${back.join("L")}Z`, fill: color, opacity: 0.8 }, this.svg);
       return;
     }
-    make("path", { d: line, class: curve.pale ? "curve pale" : "curve", stroke: color }, this.svg);
+    const kind = `curve${curve.pale ? " pale" : ""}${curve.x.length > 300 ? " dense" : ""}`;
+    make("path", { d: line, class: kind, stroke: color }, this.svg);
     if (curve.x.length <= 30)
       curve.x.forEach((x, i) => make("circle", { cx: this.x(x), cy: this.y(curve.tops[i]), r: 2.2, fill: color }, this.svg));
   }

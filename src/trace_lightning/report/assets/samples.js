@@ -85,7 +85,7 @@ function listSamples() {
   }
   document.getElementById("samples-title").textContent = `Samples: ${found.length} of ${DATA.samples.length} on this page`;
   choose(found.find(sample => String(sample.id) === STATE.get("sample")) || found[0]);
-  document.querySelector("#list .chosen")?.scrollIntoView({ block: "nearest" });
+  list.scrollTop = (list.querySelector(".chosen")?.offsetTop || 0) - 60; // scrollIntoView would move the page as well
 }
 
 function filter(name, element, label) {

@@ -1,4 +1,4 @@
-"""Made-up runs of any size; `python tests/report/synthetic.py FOLDER`: 10,000 steps and 100,000 completions."""
+"""Made-up runs of any size; `python tests/made_up_runs.py FOLDER`: 10,000 steps and 100,000 completions."""
 
 from __future__ import annotations
 
@@ -12,32 +12,8 @@ from typing import Any
 
 DLOGP = "sampling/sampling_logp_difference"
 SPIKE = 0.75  # share of the run after which one step has a huge mismatch
-WORDS = [
-    "so",
-    "we",
-    "add",
-    "them",
-    "up",
-    "and",
-    "the",
-    "carry",
-    "is",
-    "one",
-    ",",
-    "which",
-    "leaves",
-    "ten",
-    "times",
-    "two",
-    ";",
-    "hence",
-    "÷",
-    "∑",
-    "答案",
-    "是",
-    "<b>x</b>",
-    "</script>",
-]
+WORDS = ["so", "we", "add", "the", "carry", "is", "one", ",", "which", "leaves", "ten", "times", "two", ";", "÷"]
+WORDS += ["答案", "是", "<b>x</b>", "</script>", "\n"]
 
 
 def metrics_row(step: int, steps: int, rng: random.Random) -> dict[str, float]:
@@ -69,9 +45,7 @@ def metrics_row(step: int, steps: int, rng: random.Random) -> dict[str, float]:
 
 
 def completion_line(step: int, split: str, tokens: int, rng: random.Random, *, turns: bool = False) -> dict[str, Any]:
-    pieces = [
-        [f" {rng.choice(WORDS)}" if rng.random() < 0.95 else "\n", round(-rng.expovariate(2), 4)] for _ in range(tokens)
-    ]
+    pieces = [[f" {rng.choice(WORDS)}", round(-rng.expovariate(2), 4)] for _ in range(tokens)]
     text, reward = "".join(piece for piece, _ in pieces), round(rng.random(), 3)
     line = {
         "step": step,
