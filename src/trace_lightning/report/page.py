@@ -58,7 +58,7 @@ _SAMPLES = """<h2 id=samples-title>Samples</h2><div id=filters></div>
 def charts_section() -> str:
     """The places that charts.js fills."""
     return (
-        "<h2>Curves</h2><p class=note>Horizontal axis: optimizer steps behind the weights. Point at a chart for its "
+        "<h2>Curves</h2><p class=note>Horizontal axis: rollouts learned from before. Point at a chart for its "
         "values; click a name in a legend to hide its curve.</p><section class=grid id=charts></section>"
         "<details id=more><summary>All other metrics</summary><section class=grid id=others></section></details>"
     )

@@ -20,7 +20,7 @@ THINNING_RULE = (
 
 @dataclass
 class Series:
-    """One metric over the optimizer steps behind the weights it was measured on; finite values only."""
+    """One metric over the column `step` of metrics.csv, the rollouts learned from before; finite values only."""
 
     steps: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
