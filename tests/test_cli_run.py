@@ -296,12 +296,13 @@ class TestTrainerFlags:
         assert not list(tmp_path.iterdir())
 
     def test_wandb_offline(self, tmp_path, monkeypatch) -> None:
-        pytest.importorskip("wandb")
+        wandb = pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_SILENT", "true")
         logger = ["--trainer.logger", "WandbLogger", "--trainer.logger.save_dir", str(tmp_path)]
         folder = fit(tmp_path / "runs", *logger)
         assert (folder / "metrics.csv").is_file()
+        wandb.finish()  # a process of its own does that at its end
         (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
         assert b"heldout/reward" in stored.read_bytes()
 
