@@ -108,24 +108,27 @@ def run_drawings(run: Run) -> list[Drawing]:
     """The charts of one run for which something was measured."""
     drawings = []
     for chart in CHARTS:
-        found = {key: label for key, label in chart.keys.items() if key in run.metrics}
-        if found:
-            curves = list(_curves(run, found, smooth=chart.smooth))
-            bounds = _bounds(found, chart.keys if len(chart.keys) > 1 else {})
+        curves = list(_curves(run, chart))
+        if curves:
+            measured = [key for key in chart.keys if key in run.metrics]
+            bounds = _bounds(measured, chart.keys if len(chart.keys) > 1 else {})
             drawings.append(Drawing(chart.title, chart.unit, curves, chart.log, chart.stacked, bounds))
     return drawings
 
 
-def _curves(run: Run, labels: Mapping[str, str], *, smooth: bool) -> Iterator[Curve]:
-    for number, (key, label) in enumerate(labels.items()):
-        series = run.metrics[key]
-        window = len(series) // 20 if smooth and number == 0 else 0
+def _curves(run: Run, chart: Chart) -> Iterator[Curve]:
+    """What was measured; a metric keeps its colour, whichever others are there."""
+    for number, (key, label) in enumerate(chart.keys.items()):
+        series = run.metrics.get(key)
+        if series is None:
+            continue
+        window = len(series) // 20 if chart.smooth and number == 0 else 0
         yield Curve(label, series, pale=window > 1, color=number)
         if window > 1:
             yield Curve(f"{label}, mean of {window}", series.smoothed(window), color=number)
 
 
-def _bounds(keys: Mapping[str, str], labels: Mapping[str, str]) -> list[dict[str, Any]]:
+def _bounds(keys: Sequence[str], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """The bounds of the metrics of a chart, each labelled by its curve where there are several."""
     found = []
     for key in keys:
@@ -159,4 +162,4 @@ def shared_drawings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[list[Dr
 def _shared(key: str, chart: Chart, runs: Sequence[Run], labels: Sequence[str]) -> Drawing:
     pairs = enumerate(zip(runs, labels, strict=True))
     curves = [Curve(label, run.metrics[key], color=i) for i, (run, label) in pairs if key in run.metrics]
-    return Drawing(chart.title, chart.unit, curves, chart.log, bounds=_bounds({key: ""}, {}))
+    return Drawing(chart.title, chart.unit, curves, chart.log, bounds=_bounds([key], {}))

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from trace_lightning.report.charts import shared_drawings
 from trace_lightning.report.html import document, table
-from trace_lightning.report.page import chart_data, charts_section, duration, number, recent
+from trace_lightning.report.page import chart_data, charts_section, duration, ends, number, recent
 from trace_lightning.report.run import Run
 from trace_lightning.report.series import THINNING_RULE, Series
 
@@ -45,7 +45,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str]]:
     for key in sorted(metrics):
         if key.startswith("heldout/") and key.endswith("/reward"):  # of each held-out set
             name = key.removeprefix("heldout/").removesuffix("reward").rstrip("/")
-            yield f"held-out reward, first → last{name and f' ({name})'}", _ends(metrics[key])
+            yield f"held-out reward, first → last{name and f' ({name})'}", ends(metrics[key])
     if "reward" in metrics:
         yield "training reward, last 10 steps", number(recent(metrics["reward"]))
     for label, key, reduce in (
@@ -69,10 +69,6 @@ def _speeds(metrics: dict[str, Series]) -> Iterator[tuple[str, str]]:
     for label, key in (("s per rollout", "timing/rollout_s"), ("s per step", "timing/step_s")):
         if key in metrics:
             yield label, number(fmean(metrics[key].values))
-
-
-def _ends(series: Series) -> str:
-    return f"{number(series.values[0])} → {number(series.values[-1])}"
 
 
 def setting_rows(runs: Sequence[Run]) -> list[list[str]]:

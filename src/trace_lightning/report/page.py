@@ -120,7 +120,7 @@ def _tiles(run: Run) -> Iterator[str]:
     metrics = run.metrics
     heldout = metrics.get("heldout/reward")
     if heldout:
-        yield _tile("held-out reward", f"{number(heldout.values[0])} → {number(heldout.values[-1])}")
+        yield _tile("held-out reward", ends(heldout))
     if "reward" in metrics:
         yield _tile(f"training reward, last {_RECENT} steps", number(recent(metrics["reward"])))
     for key, (how, reduce) in _JUDGED.items():
@@ -142,6 +142,12 @@ def _tile(label: str, value: str, grade: str = "") -> str:
 def recent(series: Series, count: int = _RECENT) -> float:
     """Mean of the last values."""
     return fmean(series.values[-count:])
+
+
+def ends(series: Series) -> str:
+    """First and last value, or the only one."""
+    shown = series.values[:1] if len(series) == 1 else [series.values[0], series.values[-1]]
+    return " → ".join(map(number, shown))
 
 
 def number(value: float | None) -> str:
