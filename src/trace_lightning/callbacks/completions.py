@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.text import Text
 from trace_lightning.callbacks.folder import run_folder, shared_console
 from trace_lightning.callbacks.history import json_safe, mean
 from trace_lightning.models.pieces import TokenPieces
-from trace_lightning.types import Completion, RolloutBatch
+from trace_lightning.types import RolloutBatch
 
 _MAX_CELL = 160  # characters; the file has the rest
 
@@ -147,15 +148,14 @@ def completion_entries(
             "policy_version": completion.policy_version,
             "num_tokens": len(completion.token_ids),
             "mean_logprob": mean(completion.logprobs),
-            **({} if pieces is None else {"tokens": _tokens(pieces, completion)}),
+            **({} if pieces is None else {"tokens": _tokens(pieces, completion.token_ids, completion.logprobs)}),
         }
         for i, (prompt, completion) in enumerate(batch.sequences())
     ]
 
 
-def _tokens(pieces: TokenPieces, completion: Completion) -> list[list[Any]]:
-    texts = pieces(completion.token_ids)
-    return [[text, round(logprob, 4)] for text, logprob in zip(texts, completion.logprobs, strict=True)]
+def _tokens(pieces: TokenPieces, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[list[Any]]:
+    return [[text, round(logprob, 4)] for text, logprob in zip(pieces(token_ids), logprobs, strict=True)]
 
 
 def completions_table(entries: list[dict[str, Any]], num_samples: int) -> Table:
