@@ -73,6 +73,40 @@ def test_the_scripts_draw_curves_and_samples(tmp_path) -> None:
     assert "p 0." in found
 
 
+USED = """<script>
+const [reward, gap] = document.querySelectorAll("figure");
+const svg = reward.querySelector("svg"), box = svg.getBoundingClientRect();
+const point = {clientX: box.left + box.width * 0.5, clientY: box.top + 50, bubbles: true};
+svg.dispatchEvent(new PointerEvent("pointermove", point));
+gap.querySelector(".scale").click();
+reward.querySelectorAll(".legend button")[1].click();
+document.querySelector("#sample .token").dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+const tips = [...document.querySelectorAll(".tip:not([hidden])")];
+document.title = location.hash + " " + tips.map(tip => tip.innerText).join(" | ");
+</script></body>"""
+
+
+@needs_browser
+def test_pointing_and_switching(tmp_path) -> None:
+    folder = write_run(tmp_path / "version_0", steps=11, completions=20)
+    samples = SampleReader(folder / "completions.jsonl")
+    samples.update()
+    page = run_page(read_run(folder), samples)
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", USED))
+    found = dom(path, tmp_path)
+    title = re.search(r"<title>(.*?)</title>", found, re.DOTALL)[1]
+    assert "c1=linear" in title  # what a reload brings back
+    rewards = read_run(folder).metrics["reward"].values
+    step = int(re.search(r"step (\d+)", title)[1])
+    assert 4 <= step <= 6  # the middle of the chart
+    assert f"training: {float(f'{rewards[step]:.4g}'):g}" in title
+    assert re.search(r"\| p [\d.e-]+, log p -[\d.]+", title)
+    charts = found.split("<figure>")
+    assert charts[1].count('class="curve') == 1  # one of two was clicked away
+    assert ">linear<" in charts[2]
+
+
 @needs_browser
 def test_a_running_page_loads_itself_again_and_keeps_what_was_chosen(tmp_path) -> None:
     folder = write_run(tmp_path / "version_0", steps=5, completions=50)
