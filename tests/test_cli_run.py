@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,17 +17,25 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from transformers import AutoModelForCausalLM
 
-from trace_lightning.callbacks import CompletionsLogger, HFExport, RolloutProgressBar, RunCheckpoint, RunSummary
-from trace_lightning.cli import TraceCLI, default_callbacks
+from trace_lightning.callbacks import (
+    CompletionsLogger,
+    HFExport,
+    RolloutProgressBar,
+    RunCheckpoint,
+    RunReport,
+    RunSummary,
+)
+from trace_lightning.cli import RunCSVLogger, RunTensorBoardLogger, TraceCLI, default_callbacks, main, run_loggers
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--config", str(ROOT / "configs" / "grpo_fp4.yaml"), "--run_name", "r"]
 SMALL += ["--data.batch_size", "2", "--data.heldout_size", "4", "--rollout.num_generations", "2"]
 EVERY = ["--trainer.callbacks+=CompletionsLogger", "--trainer.callbacks.every_n_steps=1"]
 LEFT = {"config.yaml", "metrics.csv", "summary.json", "curves.png", "guidance_layers.csv"}
-LEFT |= {"completions.jsonl", "checkpoints", "policy"}
+LEFT |= {"completions.jsonl", "report.html", "run.json", "checkpoints", "policy"}
 
 
 def fit(runs: Path, *arguments: str, steps: int = 2) -> Path:
@@ -43,6 +53,12 @@ def completions(folder: Path, split: str = "train") -> dict[int, list[Any]]:
         if entry["split"] == split:
             found.setdefault(entry["step"], []).append((entry["prompt"], entry["completion"]))
     return found
+
+
+def page_data(folder: Path) -> dict[str, Any]:
+    """What the scripts of report.html draw."""
+    text = (folder / "report.html").read_text()
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
 
 
 def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
@@ -91,6 +107,26 @@ class TestFinished:
         heldout = {int(row["step"]): float(row["heldout/reward"]) for row in rows if row["heldout/reward"]}
         assert heldout == pytest.approx({0: summary["heldout"]["first"], 4: summary["heldout"]["last"]})
 
+    def test_report(self, whole) -> None:
+        data = page_data(whole)
+        curves = {curve["label"]: curve for curve in data["charts"][0]["curves"]}
+        assert curves["training"]["x"] == [0, 1, 2, 3]
+        assert curves["held out"]["x"] == [0, 4]
+        assert {chart["title"] for chart in data["charts"]} >= {"Trainer against rollout", "Time per step", "Speed"}
+        assert data["reload"] == 0
+        lines = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
+        assert [sample["id"] for sample in data["samples"]] == list(range(1, len(lines) + 1))
+        facts = json.loads((whole / "run.json").read_text())
+        assert (facts["status"], facts["policy_version"], facts["resumed_from"]) == ("finished", 4, None)
+        assert facts["memory_gb"]["of the process"] > 0.1
+
+    def test_tokens_are_the_completion(self, whole) -> None:
+        for line in map(json.loads, (whole / "completions.jsonl").read_text().splitlines()):
+            assert "".join(text for text, _ in line["tokens"]) == line["completion"]
+            assert len(line["tokens"]) == line["num_tokens"]
+            mean = sum(logprob for _, logprob in line["tokens"]) / line["num_tokens"]
+            assert mean == pytest.approx(line["mean_logprob"], abs=1e-4)
+
     def test_policy_is_the_checkpoint(self, whole) -> None:
         model = AutoModelForCausalLM.from_pretrained(whole / "policy")
         stored = weights(whole)
@@ -110,6 +146,10 @@ class TestResumed:
         one, two = (json.loads((folder / "summary.json").read_text()) for folder in (whole, parts[1]))
         for name in ("reward", "heldout", "divergence", "guidance_sites", "per_position", "steps", "rollouts"):
             assert two[name] == one[name]
+
+    def test_report_says_where_it_begins(self, parts) -> None:
+        page = (parts[1] / "report.html").read_text()
+        assert f"resumed from {parts[0] / 'checkpoints' / 'last.ckpt'}: curves begin at step" in page
 
     def test_command_line_wins_over_the_checkpoint(self, parts, tmp_path) -> None:
         arguments = ["--ckpt_path", str(parts[0] / "checkpoints" / "last.ckpt"), "--model.max_grad_norm", "0.5"]
@@ -145,6 +185,7 @@ class TestStopped:
         assert {path.name for path in folder.iterdir()} >= LEFT
         summary = json.loads((folder / "summary.json").read_text())
         assert (summary["status"], summary["steps"], summary["error"]) == ("interrupted", 2, None)
+        assert "r/version_0: interrupted</title>" in (folder / "report.html").read_text()
         resumed = fit(tmp_path, *EVERY, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), steps=4)
         assert completions(folder) | completions(resumed) == completions(whole)
         for name, value in weights(whole).items():
@@ -156,6 +197,9 @@ class TestStopped:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["status"] == "failed"
         assert summary["error"] == "RuntimeError: out of memory"
+        page = (folder / "report.html").read_text()
+        assert "<p class=stop>RuntimeError: out of memory</p>" in page
+        assert page_data(folder)["reload"] == 0
         assert weights(folder)
 
     @pytest.mark.slow
@@ -183,18 +227,93 @@ class TestStopped:
         assert weights(folder)
 
 
+class Peek(Callback):
+    """Keeps the page as it is at the end of every step, and warns once."""
+
+    def __init__(self) -> None:
+        self.pages: list[str] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.pages.append((Path(trainer.log_dir) / "report.html").read_text())
+        logging.getLogger("trace_lightning.module").warning("<made up> warning")
+
+
+def test_report_follows_a_run_and_a_page_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("trace_lightning.callbacks.report._MAX_SHARE", 1.0)  # of steps as short as these
+    peek = Peek()
+    arguments = ["fit", *SMALL, "--trainer.max_steps", "3", "--runs_dir", str(tmp_path), *EVERY]
+    TraceCLI(args=arguments, trainer_defaults={"callbacks": [peek, RunReport(every_seconds=1e-6)]})
+    folder = tmp_path / "r" / "version_0"
+    for step, page in enumerate(peek.pages):
+        assert "r/version_0: running</title>" in page
+        data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+        assert data["reload"] == 10
+        curves = {curve["label"]: curve["x"] for curve in data["charts"][0]["curves"]}
+        assert curves.get("training", []) == list(range(step))
+    assert "step 1: &lt;made up&gt; warning" in (folder / "report.html").read_text()
+    assert not logging.getLogger("trace_lightning").handlers
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("trace_lightning.callbacks.report.write_text", full)
+    folder = fit(tmp_path)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    assert "No space left on device" in caplog.text
+
+
 class TestTrainerFlags:
     def test_fast_dev_run_leaves_nothing(self, tmp_path, monkeypatch) -> None:
         monkeypatch.chdir(tmp_path)
         fit(tmp_path, "--trainer.fast_dev_run", "true")
         assert not list(tmp_path.iterdir())
 
-    def test_without_a_logger_files_still_go_to_the_run(self, tmp_path, monkeypatch) -> None:
+    def test_without_a_logger_there_is_csv_still(self, tmp_path, monkeypatch) -> None:
         monkeypatch.chdir(tmp_path)
         fit(tmp_path / "runs", "--trainer.logger", "false")
         assert [path.name for path in tmp_path.iterdir()] == ["runs"]
         folder = tmp_path / "runs" / "r" / "version_0"
-        assert {path.name for path in folder.iterdir()} == LEFT - {"metrics.csv"}
+        assert {path.name for path in folder.iterdir()} == LEFT
+
+    def test_csv_comes_first_and_once(self, tmp_path) -> None:
+        csv_logger = RunCSVLogger(str(tmp_path), "r")
+        own, other = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
+        assert [type(logger) for logger in run_loggers(csv_logger, None)] == [RunCSVLogger, RunTensorBoardLogger]
+        assert run_loggers(csv_logger, False) == [csv_logger]
+        assert run_loggers(csv_logger, own) == [csv_logger, own]
+        assert run_loggers(csv_logger, [own, other]) == [own, other]
+
+    @pytest.mark.parametrize(("name", "package"), [("WandbLogger", "wandb"), ("MLFlowLogger", "mlflow")])
+    def test_a_logger_that_is_not_installed_names_its_extra(self, tmp_path, monkeypatch, capsys, name, package) -> None:
+        find = importlib.util.find_spec
+        monkeypatch.setattr("importlib.util.find_spec", lambda module: None if module == package else find(module))
+        arguments = ["fit", *SMALL, "--runs_dir", str(tmp_path), "--trainer.logger", name]
+        monkeypatch.setattr(sys, "argv", ["trace-fit", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert f"{name} needs {package}: pip install 'trace-lightning[loggers]'" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+    def test_wandb_offline(self, tmp_path, monkeypatch) -> None:
+        wandb = pytest.importorskip("wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        logger = ["--trainer.logger", "WandbLogger", "--trainer.logger.save_dir", str(tmp_path)]
+        folder = fit(tmp_path / "runs", *logger)
+        assert (folder / "metrics.csv").is_file()
+        wandb.finish()  # a process of its own does that at its end
+        (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+        assert b"heldout/reward" in stored.read_bytes()
+
+    def test_mlflow_file_store(self, tmp_path, monkeypatch) -> None:
+        pytest.importorskip("mlflow")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        store = tmp_path / "mlruns"
+        folder = fit(tmp_path, "--trainer.logger", "MLFlowLogger", "--trainer.logger.tracking_uri", store.as_uri())
+        assert (folder / "metrics.csv").is_file()
+        (heldout,) = store.glob("*/*/metrics/heldout/reward")
+        assert heldout.read_text().splitlines()[0].endswith(" 0")
 
     def test_without_validation_heldout_is_null(self, tmp_path) -> None:
         folder = fit(tmp_path, "--trainer.limit_val_batches", "0", "--trainer.limit_train_batches", "1")
@@ -216,7 +335,7 @@ class TestTrainerFlags:
 
 class TestDefaultCallbacks:
     def test_all_by_default(self) -> None:
-        kinds = [RolloutProgressBar, CompletionsLogger, RunSummary, HFExport, RunCheckpoint]
+        kinds = [RolloutProgressBar, CompletionsLogger, RunSummary, RunReport, HFExport, RunCheckpoint]
         assert [type(callback) for callback in default_callbacks([])] == kinds
 
     def test_the_users_own_are_not_doubled(self) -> None:
@@ -227,7 +346,7 @@ class TestDefaultCallbacks:
             pass
 
         added = default_callbacks([OwnBar(), OwnSummary(), ModelCheckpoint()])
-        assert [type(callback) for callback in added] == [CompletionsLogger, HFExport, RunCheckpoint]
+        assert [type(callback) for callback in added] == [CompletionsLogger, RunReport, HFExport, RunCheckpoint]
         assert added[-1].only_on_exception
         assert added[-1].filename != "last"
 

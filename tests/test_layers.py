@@ -1,6 +1,6 @@
 """The shape of the code, held by reading it: which part may import which, and how long files and functions get.
 
-    cli > callbacks, module, data, bench, estimate, probe, env > rollout, metrics, export
+    cli > callbacks, module, data, bench, estimate, probe, report, env > rollout, metrics, export
         > rl, tasks, quantization, models > types, hparams > trace_kernels
 
 Imports go down or stay within a layer, and never in a circle. Imports under `TYPE_CHECKING` do not run and are exempt;
@@ -23,7 +23,7 @@ LAYERS = (
     {"types", "hparams", "quiet", "suggestions", "version"},
     {"rl", "tasks", "quantization", "models"},
     {"rollout", "metrics", "export"},
-    {"callbacks", "module", "data", "loading", "ranks", "strategy", "bench", "estimate", "probe", "env"},
+    {"callbacks", "module", "data", "loading", "ranks", "strategy", "bench", "estimate", "probe", "report", "env"},
     {"cli"},
     {"__init__", "__main__"},
 )
@@ -31,7 +31,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_LIGHTNING = {"cli", "module", "data", "ranks", "strategy", "callbacks", "__init__", "__main__"}
 RUNS_ANYWHERE = ("trace_lightning.rl", "trace_lightning.tasks", "trace_lightning.metrics.functional")
 KERNELS_MAY_IMPORT = {"torch", "triton", "trace_kernels", *sys.stdlib_module_names}
-MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 21_000, 30  # an evening's reading; raised on purpose only
+MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 24_500, 30  # an evening's reading; raised on purpose only
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@
     trace-fit bench --shape qwen3-8b --batch 64 --context 8192
     trace-fit estimate --shape qwen3-8b --card h100
     trace-fit probe --config configs/grpo_fp4.yaml
+    trace-fit report runs/grpo_fp4/version_0
+    trace-fit compare runs/grpo_fp4/version_0 runs/grpo_bf16/version_0
     trace-fit env
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
@@ -17,10 +19,12 @@ What a run shows and leaves behind are callbacks, added here unless the user con
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from trace_lightning.quiet import quiet_imports, quiet_runtime
@@ -40,6 +44,7 @@ from trace_lightning.callbacks import (
     Rollout,
     RolloutProgressBar,
     RunCheckpoint,
+    RunReport,
     RunSummary,
 )
 from trace_lightning.data import PromptDataModule
@@ -54,8 +59,10 @@ from trace_lightning.types import QuantRecipe
 DESCRIPTION = (
     "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model, "
     "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented, "
-    "`trace-fit probe` says whether a model is ready for FP4, `trace-fit env` what to paste into a bug report."
+    "`trace-fit probe` says whether a model is ready for FP4, `trace-fit report` writes the page of a run, "
+    "`trace-fit compare` puts runs side by side, `trace-fit env` says what to paste into a bug report."
 )
+_LOGGER_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 COMPONENTS = (
     *(PolicyLoss, KLEstimator, AdvantageEstimator, LengthPenalty, Correction),
     *(Task, RewardFn, PromptOrder, RolloutEngine),
@@ -110,17 +117,25 @@ class TraceCLI(LightningCLI):
         parser.link_arguments("recipe", "model.recipe", apply_on="instantiate")
         parser.add_lightning_class_args(Rollout, "rollout")
 
+    def before_instantiate_classes(self) -> None:
+        """Name the extra that a logger needs; Lightning would bury it in what else `trainer.logger` might have been."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        for logger in _as_list(config.trainer.logger):
+            name = str(getattr(logger, "class_path", "")).rpartition(".")[2]
+            package = _LOGGER_PACKAGES.get(name)
+            if package is not None and importlib.util.find_spec(package) is None:
+                raise ImportError(f"trainer.logger={name} needs {package}: pip install 'trace-lightning[loggers]'")
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """As LightningCLI, with our loggers and callbacks where none of their kind are configured."""
         quiet_runtime()
         config = self.config[self.subcommand] if self.subcommand else self.config
         if not config.trainer.barebones:
-            loggers = default_loggers(config.runs_dir, config.run_name)
-            if config.trainer.logger is None:
-                kwargs.setdefault("logger", loggers)
+            csv = RunCSVLogger(config.runs_dir, config.run_name)
+            configured = self._get(self.config_init, "trainer").get("logger")
+            kwargs.setdefault("logger", run_loggers(csv, configured))
             if config.trainer.default_root_dir is None:
-                # With a logger of the user's, or none, Lightning would leave files in the working directory.
-                kwargs.setdefault("default_root_dir", loggers[0].log_dir)
+                kwargs.setdefault("default_root_dir", csv.log_dir)  # Lightning's is the working directory
             self._add_default_callbacks(config.trainer, kwargs)
         trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
         return trainer
@@ -162,7 +177,7 @@ def default_callbacks(
     added: list[Callback] = []
     if progress_bar and not has(ProgressBar):
         added.append(RolloutProgressBar())
-    added += [kind() for kind in (CompletionsLogger, RunSummary, HFExport) if not has(kind)]
+    added += [kind() for kind in (CompletionsLogger, RunSummary, RunReport, HFExport) if not has(kind)]
     if checkpoints and not has(RunCheckpoint):
         beside = has(Checkpoint)
         added.append(RunCheckpoint(only_on_exception=beside, filename="interrupted" if beside else "last"))
@@ -188,29 +203,37 @@ class RunTensorBoardLogger(TensorBoardLogger):
             self._experiment.flush()
 
 
-def default_loggers(runs_dir: str, run_name: str) -> list[Any]:
-    """CSV (always readable) and TensorBoard, sharing one version folder."""
-    csv = RunCSVLogger(runs_dir, run_name)
-    settings: dict[str, Any] = {"version": csv.version, "sub_dir": "tensorboard", "default_hp_metric": False}
-    return [csv, RunTensorBoardLogger(runs_dir, name=run_name, **settings)]
+def run_loggers(csv: RunCSVLogger, configured: Any) -> list[Any]:
+    """CSV first, always: its folder is the run's, and `report.html` reads it. Then what `trainer.logger` says.
+
+    Args:
+        csv: ours, for a run without a CSV logger of the user's.
+        configured: None or true for TensorBoard in the same folder, false for nothing more, or the user's own.
+    """
+    if configured is None or configured is True:
+        settings: dict[str, Any] = {"version": csv.version, "sub_dir": "tensorboard", "default_hp_metric": False}
+        return [csv, RunTensorBoardLogger(csv.save_dir, name=csv.name, **settings)]
+    own = [] if configured is False else _as_list(configured)
+    return own if any(isinstance(logger, CSVLogger) for logger in own) else [csv, *own]
 
 
 def main() -> None:
     """Entry point of `trace-fit`. Bad input ends with one line and exit code 2."""
     _log_to_stderr()
     try:
-        if sys.argv[1:2] == ["prepare"]:
-            _prepare(sys.argv[2:])
-        elif sys.argv[1:2] == ["bench"]:
-            _bench(sys.argv[2:])
-        elif sys.argv[1:2] == ["estimate"]:
-            _estimate(sys.argv[2:])
-        elif sys.argv[1:2] == ["probe"]:
-            sys.exit(_probe(sys.argv[2:]))
-        elif sys.argv[1:2] == ["env"]:
-            _env(sys.argv[2:])
-        else:
+        command: Callable[[list[str]], int | None] | None = {
+            "prepare": _prepare,
+            "bench": _bench,
+            "estimate": _estimate,
+            "probe": _probe,
+            "report": _report,
+            "compare": _compare,
+            "env": _env,
+        }.get(sys.argv[1] if len(sys.argv) > 1 else "")
+        if command is None:
             TraceCLI()
+        elif code := command(sys.argv[2:]):
+            sys.exit(code)
     except (ValueError, ImportError) as error:
         if os.environ.get("TRACE_LIGHTNING_DEBUG"):
             raise
@@ -281,6 +304,18 @@ def _probe(arguments: list[str]) -> int:
 
     quiet_runtime()
     return probe(arguments)
+
+
+def _report(arguments: list[str]) -> None:
+    from trace_lightning.report.command import report
+
+    report(arguments)
+
+
+def _compare(arguments: list[str]) -> None:
+    from trace_lightning.report.command import compare
+
+    compare(arguments)
 
 
 def _env(arguments: list[str]) -> None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from trace_lightning.callbacks import RunSummary
-from trace_lightning.callbacks.curves import draw_curves, running_mean
-from trace_lightning.callbacks.history import METRICS, PHASES, RunHistory, json_safe, pick
+from trace_lightning.callbacks.curves import draw_curves
+from trace_lightning.callbacks.history import METRICS, RunHistory, json_safe, pick
 from trace_lightning.callbacks.summary import as_csv, summary_table
+from trace_lightning.report.charts import PHASES
+from trace_lightning.report.series import running_mean
 
 
 def history(num_steps: int, **columns: float) -> RunHistory:

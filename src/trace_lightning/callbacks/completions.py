@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from trace_lightning.callbacks.folder import run_folder, shared_console
 from trace_lightning.callbacks.history import json_safe, mean
+from trace_lightning.models.pieces import TokenPieces
 from trace_lightning.types import RolloutBatch
 
 _MAX_CELL = 160  # characters; the file has the rest
@@ -27,27 +29,34 @@ class CompletionsLogger(Callback):
     """Appends completions to `completions.jsonl` and prints a few.
 
     A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`;
-    `heldout/NAME` for a set of `data.eval_sets`), `prompt` (text or chat messages), `completion`, `reward` and
-    `rewards` by name (null: not scored), `reasons` by name where a reward gave one or failed, `finish_reason`,
-    `policy_version`, `num_tokens` and `mean_logprob` under the rollout.
+    `heldout/NAME` for a set of `data.eval_sets`), `reward` and `rewards` by name (null: not scored), `prompt` (text or
+    chat messages), `completion`, `reasons` by name where a reward gave one or failed, `finish_reason`,
+    `policy_version`, `num_tokens`, `mean_logprob` under the rollout, and `tokens`: [text, log-prob] of each token. The
+    texts together are the completion; a token that only begins a character, or ends the completion, has none.
 
     Args:
         every_n_steps: training rollouts from one logged to the next; the first and the last are always logged, and
             every validation.
         num_samples: completions printed, spread over the prompts of the batch.
         print_table: whether to print at all.
+        token_logprobs: write `tokens`, which `report.html` colours; they make most of the file. Needs the module's
+            `tokenizer`.
 
     Raises:
         ValueError: an argument that is out of range.
     """
 
-    def __init__(self, every_n_steps: int = 10, num_samples: int = 4, print_table: bool = True) -> None:
+    def __init__(
+        self, every_n_steps: int = 10, num_samples: int = 4, print_table: bool = True, token_logprobs: bool = True
+    ) -> None:
         if every_n_steps < 1 or num_samples < 1:
             raise ValueError(
                 f"every_n_steps={every_n_steps} and num_samples={num_samples} must be at least 1; "
                 "set print_table=false to print nothing"
             )
         self.every_n_steps, self.num_samples, self.print_table = every_n_steps, num_samples, print_table
+        self.token_logprobs = token_logprobs
+        self._pieces: TokenPieces | None = None
         self._path: Path | None = None
         self._step = 0
 
@@ -65,7 +74,7 @@ class CompletionsLogger(Callback):
         """Log the first, every n-th and the last rollout."""
         last = 0 <= trainer.max_steps <= trainer.global_step
         if last or trainer.fit_loop.total_batch_idx % self.every_n_steps == 0:
-            self._log(trainer, batch, "train", self._step, show=True)
+            self._log(trainer, pl_module, batch, "train", self._step, show=True)
 
     def on_validation_batch_end(
         self,
@@ -77,7 +86,7 @@ class CompletionsLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Log all held-out completions; print some of the first batch."""
-        self._log(trainer, batch, "heldout", trainer.global_step, show=batch_idx == 0)
+        self._log(trainer, pl_module, batch, "heldout", trainer.global_step, show=batch_idx == 0)
 
     def on_test_batch_end(
         self,
@@ -89,7 +98,7 @@ class CompletionsLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """As for validation."""
-        self._log(trainer, batch, "test", trainer.global_step, show=batch_idx == 0)
+        self._log(trainer, pl_module, batch, "test", trainer.global_step, show=batch_idx == 0)
 
     def on_predict_batch_end(
         self,
@@ -101,12 +110,15 @@ class CompletionsLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """As for validation; the file is what `predict` is run for."""
-        self._log(trainer, batch, "predict", trainer.global_step, show=batch_idx == 0)
+        self._log(trainer, pl_module, batch, "predict", trainer.global_step, show=batch_idx == 0)
 
-    def _log(self, trainer: pl.Trainer, batch: RolloutBatch, split: str, step: int, *, show: bool) -> None:
+    def _log(self, trainer: pl.Trainer, module: Any, batch: RolloutBatch, split: str, step: int, *, show: bool) -> None:
         if not trainer.is_global_zero:
             return
-        entries = completion_entries(batch, split, step)
+        tokenizer = getattr(module, "tokenizer", None) if self.token_logprobs else None
+        if tokenizer is not None and self._pieces is None:
+            self._pieces = TokenPieces(tokenizer)
+        entries = completion_entries(batch, split, step, self._pieces)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
@@ -116,8 +128,10 @@ class CompletionsLogger(Callback):
             shared_console().print(completions_table(entries, self.num_samples))
 
 
-def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[str, Any]]:
-    """One plain dict per completion of a filled batch."""
+def completion_entries(
+    batch: RolloutBatch, split: str, step: int, pieces: TokenPieces | None = None
+) -> list[dict[str, Any]]:
+    """One plain dict per completion of a filled batch; `tokens` only where there are `pieces` to make them of."""
     if batch.evaluation is not None:
         split = f"{split}/{batch.evaluation.name}"
     rewards = [math.nan] * len(batch.completions) if batch.rewards_B is None else batch.rewards_B.tolist()
@@ -125,18 +139,23 @@ def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[
         {
             "step": step,
             "split": split,
+            "reward": rewards[i],  # these three first: a reader of many lines needs no more of most of them
             "prompt": prompt.problem.prompt,
             "completion": completion.text,
-            "reward": rewards[i],
             "rewards": {name: float(values[i]) for name, values in batch.rewards_by_name.items()},
             "reasons": {name: texts[i] for name, texts in batch.reward_reasons.items() if texts[i]},
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "num_tokens": len(completion.token_ids),
             "mean_logprob": mean(completion.logprobs),
+            **({} if pieces is None else {"tokens": _tokens(pieces, completion.token_ids, completion.logprobs)}),
         }
         for i, (prompt, completion) in enumerate(batch.sequences())
     ]
+
+
+def _tokens(pieces: TokenPieces, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[list[Any]]:
+    return [[text, round(logprob, 4)] for text, logprob in zip(pieces(token_ids), logprobs, strict=True)]
 
 
 def completions_table(entries: list[dict[str, Any]], num_samples: int) -> Table:

@@ -13,8 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trace_lightning.callbacks.history import PHASES, RunHistory, mean, measured
+from trace_lightning.callbacks.history import RunHistory, measured
 from trace_lightning.metrics import position_curve, position_slope, site_means
+from trace_lightning.report.charts import PHASES
+from trace_lightning.report.series import running_mean
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe-Ito: told apart by colour-blind readers and in grey
 _MAX_BARS = 200
@@ -55,12 +57,6 @@ def _line(axis: Any, x: Sequence[float], y: Sequence[float], color: str, label: 
     """A curve; single points would be invisible without markers, and hundreds of markers hide the curve."""
     marker = "o" if len(x) <= _MAX_MARKERS else ""
     axis.plot(x, y, color=color, label=label, **({"marker": marker, "markersize": 3, "linewidth": 1.3} | kwargs))
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the last `window` values up to each, NaN left out."""
-    averages = (mean(measured(values[max(0, i + 1 - window) : i + 1])) for i in range(len(values)))
-    return [math.nan if average is None else average for average in averages]
 
 
 def _reward(axis: Any, history: RunHistory) -> None:

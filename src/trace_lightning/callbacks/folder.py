@@ -26,14 +26,6 @@ def shared_console() -> Console:
     return console
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
 def stopped_by_user(exception: BaseException) -> bool:
     """Whether a run was asked to stop (Ctrl-C, or SIGTERM from a cluster), rather than broken."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trace_lightning.metrics import layer_rows, position_curve, position_slope, site_means
 from trace_lightning.quantization.guidance import Key
+from trace_lightning.report.charts import PHASES
 
-PHASES = ("sync", "rollout", "reward", "train")
 METRICS = {
     "reward": "reward",
     "mean_abs_dlogp": "sampling/sampling_logp_difference/mean",

@@ -24,8 +24,9 @@ from rich.progress import (
 )
 
 from trace_lightning.callbacks.folder import shared_console
-from trace_lightning.callbacks.history import METRICS, PHASES, pick
+from trace_lightning.callbacks.history import METRICS, pick
 from trace_lightning.callbacks.rollout import Rollout
+from trace_lightning.report.charts import PHASES
 
 _WIDTH = 16  # of the phase, fixed so that the bar does not jump
 _NARROW = 110  # columns below which bar and times are cut short

@@ -28,8 +28,9 @@ from lightning.pytorch.callbacks import Callback
 from rich.table import Table
 
 from trace_lightning.callbacks.curves import draw_curves
-from trace_lightning.callbacks.folder import run_folder, shared_console, stopped_by_user, write_text
+from trace_lightning.callbacks.folder import run_folder, shared_console, stopped_by_user
 from trace_lightning.callbacks.history import METRICS, RunHistory, json_safe, pick, pick_heldout
+from trace_lightning.report.files import write_text
 from trace_lightning.version import __version__
 
 _ROWS = {
@@ -121,10 +122,10 @@ class RunSummary(Callback):
         self.summary = {
             "status": status,
             "error": error,
-            **_identity(trainer, module),
+            **run_identity(trainer, module),
             "steps": trainer.global_step,
             **self.history.summary(),
-            "versions": _versions(module.device),
+            "versions": run_versions(module.device),
         }
         if self._folder is not None and trainer.is_global_zero:
             text = json.dumps(json_safe(self.summary), indent=2, ensure_ascii=False, allow_nan=False)
@@ -204,7 +205,7 @@ def _is_last_step(trainer: pl.Trainer) -> bool:
     return epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.is_last_batch
 
 
-def _identity(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
+def run_identity(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
     """What was run."""
     task = getattr(trainer.datamodule, "task", None)  # type: ignore[attr-defined]
     recipe, seed = module.recipe, os.environ.get("PL_GLOBAL_SEED")
@@ -220,7 +221,8 @@ def _identity(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
     }
 
 
-def _versions(device: torch.device) -> dict[str, str]:
+def run_versions(device: torch.device) -> dict[str, str]:
+    """What it ran with, and on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
     return {
         "trace_lightning": __version__,

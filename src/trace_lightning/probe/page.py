@@ -1,40 +1,21 @@
-"""`report.html`: one file that opens offline. Styles and charts (SVG) are inside, nothing is loaded."""
+"""`report.html` of a probe: one file that opens offline. Styles and charts (SVG) are inside, nothing is loaded."""
 
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from trace_lightning.probe import cells
 from trace_lightning.probe.bands import BANDS
-from trace_lightning.probe.cells import Rows
 from trace_lightning.probe.run import ProbeResult
 from trace_lightning.probe.verdict import GO, STAY
+from trace_lightning.report.html import Rows, document, table
 
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#222}
-h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2.2em;border-bottom:1px solid #ddd}
-table{border-collapse:collapse;margin:.8em 0;font-size:13px}
-td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #eee}
-td:first-child,th:first-child,.text{text-align:left}td{white-space:nowrap}.text{white-space:normal}
-pre{background:#f6f6f6;padding:.8em;overflow:auto;white-space:pre-wrap}svg{max-width:100%;height:auto}
-.verdict{padding:.8em 1em;border-left:8px solid;background:#f8f8f8;font-size:1.1em}.go{border-color:#009e73}
-.guided{border-color:#e69f00}.stay{border-color:#c00}.warn{background:#fff1cf}.stop{background:#ffd9d9}.note{color:#555;font-size:13px}
-"""
+_TEXTS = ("first reason", "published value", "verdict")
 
 
-def _html_table(columns: list[str], rows: Rows, marks: list[list[str]] | None = None) -> str:
-    kept = [index for index in range(len(columns)) if any(row[index] for row in rows)]
-    head = "".join(f'<th class="{_kind(columns[index])}">{html.escape(columns[index])}</th>' for index in kept)
-    body = []
-    for number, row in enumerate(rows):
-        classes = marks[number] if marks else [""] * len(columns)
-        row_cells = (f'<td class="{classes[i]} {_kind(columns[i])}">{html.escape(row[i])}</td>' for i in kept)
-        body.append(f"<tr>{''.join(row_cells)}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
-
-
-def _kind(column: str) -> str:
-    return "text" if column in ("first reason", "published value", "verdict") else ""
+def _html_table(columns: Sequence[str], rows: Rows, marks: Rows | None = None) -> str:
+    return table(columns, rows, marks, texts=_TEXTS)
 
 
 def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
@@ -83,9 +64,7 @@ def page(result: ProbeResult, pictures: dict[str, str], command: str) -> str:
         "<h2>Speed and memory here</h2>"
         + _html_table(*cells.speed_rows(result)) + pictures.get("speed", ""),
     ]  # fmt: skip
-    title = html.escape(cells.headline(result))
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en">{head}{"".join(sections)}</html>\n'
+    return document(cells.headline(result), "".join(sections))
 
 
 def _texts(result: ProbeResult) -> str:
