@@ -22,7 +22,7 @@ NOT_METRICS = {"step", "epoch"}
 TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")) + TEXTS
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OF_OTHER_PROGRAMS = {"check", "kill-on-bad-exit", "no-deps"}  # ruff, srun, pip
+OF_OTHER_PROGRAMS = {"check", "kill-on-bad-exit", "no-deps", "logdir"}  # ruff, srun, pip, tensorboard
 
 
 def documented_keys() -> set[str]:
@@ -131,6 +131,7 @@ def arguments_of_classes() -> set[str]:
 def is_known(option: str, known: set[str], arguments: set[str]) -> bool:
     """Whether it is an option, or an argument of a class that is one: `model.loss.epsilon` of `model.loss`."""
     group, _, leaf = option.rpartition(".")
+    group = group.removesuffix(".init_args")
     return option in known or (group in known and leaf in arguments)
 
 
