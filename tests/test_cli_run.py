@@ -55,6 +55,12 @@ def completions(folder: Path, split: str = "train") -> dict[int, list[Any]]:
     return found
 
 
+def logged_steps(folder: Path) -> list[int]:
+    """The `step` of every training row of metrics.csv."""
+    with (folder / "metrics.csv").open() as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row.get("reward")]
+
+
 def page_data(folder: Path) -> dict[str, Any]:
     """What the scripts of report.html draw."""
     text = (folder / "report.html").read_text()
@@ -142,6 +148,10 @@ class TestResumed:
         for name, value in weights(whole).items():
             assert torch.equal(value, weights(second)[name]), name
 
+    def test_rows_are_numbered_on(self, whole, parts) -> None:
+        first, second = (logged_steps(folder) for folder in parts)
+        assert first + second == logged_steps(whole)
+
     def test_summary_has_the_whole_history(self, whole, parts) -> None:
         one, two = (json.loads((folder / "summary.json").read_text()) for folder in (whole, parts[1]))
         for name in ("reward", "heldout", "divergence", "guidance_sites", "per_position", "steps", "rollouts"):
@@ -151,10 +161,13 @@ class TestResumed:
         page = (parts[1] / "report.html").read_text()
         assert f"resumed from {parts[0] / 'checkpoints' / 'last.ckpt'}: curves begin at step" in page
 
-    def test_command_line_wins_over_the_checkpoint(self, parts, tmp_path) -> None:
+    def test_command_line_wins_over_the_checkpoint(self, parts, tmp_path, caplog) -> None:
+        """But not over its optimizer, which is said."""
         arguments = ["--ckpt_path", str(parts[0] / "checkpoints" / "last.ckpt"), "--model.max_grad_norm", "0.5"]
-        cli = TraceCLI(args=["fit", *SMALL, "--trainer.max_steps", "2", "--runs_dir", str(tmp_path), *arguments])
+        arguments += ["--model.learning_rate", "1e-5"]
+        cli = TraceCLI(args=["fit", *SMALL, "--trainer.max_steps", "3", "--runs_dir", str(tmp_path), *arguments])
         assert cli.model.max_grad_norm == 0.5
+        assert "goes on with its learning rate, 0.0003: model.learning_rate=1e-05 has no effect" in caplog.text
 
 
 class StopInTheMiddle(Callback):
@@ -188,6 +201,7 @@ class TestStopped:
         assert "r/version_0: interrupted</title>" in (folder / "report.html").read_text()
         resumed = fit(tmp_path, *EVERY, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), steps=4)
         assert completions(folder) | completions(resumed) == completions(whole)
+        assert logged_steps(folder) + logged_steps(resumed) == logged_steps(whole)
         for name, value in weights(whole).items():
             assert torch.equal(value, weights(resumed)[name]), name
 

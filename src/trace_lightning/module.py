@@ -189,6 +189,21 @@ class PolicyModule(pl.LightningModule):
             assert self.policy is not None
             self.reference.load(self.policy, self.device)
 
+    def on_train_start(self) -> None:
+        """Say so where a resumed run goes on with another learning rate than the one it was given."""
+        restored = self.optimizers().param_groups[0].get("initial_lr")  # type: ignore[union-attr]
+        if restored is not None and restored != self.learning_rate:
+            log.warning(
+                "the optimizer of the checkpoint goes on with its learning rate, %g: model.learning_rate=%g has no "
+                "effect. For another one start a new run from the exported weights: --model.path RUN/policy",
+                *(restored, self.learning_rate),
+            )
+
+    def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """Number the loggers' rows by rollouts: after a resume Lightning's count depends on the hook that saved."""
+        loop = self.trainer.fit_loop.epoch_loop
+        loop._batches_that_stepped = loop.batch_progress.total.processed
+
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, stepped once per optimizer step."""
         assert self.policy is not None
