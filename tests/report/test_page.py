@@ -163,7 +163,10 @@ class TestCompare:
         rows[0][rows[0].index("grad_norm")] = "own_metric"
         (second / "metrics.csv").write_text("".join(",".join(r[:gone] + r[gone + 1 :]) + "\n" for r in rows))
         for folder, rate in ((first, 1e-5), (second, 2e-5)):
-            (folder / "config.yaml").write_text(f"run_name: {folder}\nmodel:\n  learning_rate: {rate}\n  beta: 0\n")
+            (folder / "config.yaml").write_text(
+                f"run_name: {folder}\nmodel:\n  learning_rate: {rate}\n  beta: 0\n"
+                f"  corrections:\n  - class_path: x.TIS\n    init_args: {{cap: {rate * 1e5:.0f}}}\n"
+            )
         return first, second
 
     def test_tables(self, runs) -> None:
@@ -173,8 +176,9 @@ class TestCompare:
         assert " → " in rows["held-out reward, first → last"][0]
         total = sum(read[0].metrics["timing/rollout_s"].values)
         assert rows["tokens/s while generating"][0] == f"{20 * 50_000 / total:,.0f}"
-        assert setting_rows(read) == [["model.learning_rate", "1e-05", "2e-05"]]
-        assert run_labels(read) == ["a/version_0", "b/version_0"]
+        differ = [["model.corrections", "TIS(cap=1)", "TIS(cap=2)"], ["model.learning_rate", "1e-05", "2e-05"]]
+        assert setting_rows(read) == differ
+        assert run_labels(read) == ["a", "b"]
         assert run_labels([read[0], read[0]]) == [str(runs[0])] * 2
 
     def test_page(self, runs, tmp_path, monkeypatch, capsys) -> None:
@@ -182,10 +186,10 @@ class TestCompare:
         assert "model.learning_rate" in capsys.readouterr().out
         data = data_of((tmp_path / "compare.html").read_text())
         curves = {chart["title"]: [curve["label"] for curve in chart["curves"]] for chart in data["charts"]}
-        assert curves["Reward: training"] == ["a/version_0", "b/version_0"]
-        assert curves["Entropy"] == ["a/version_0"]
+        assert curves["Reward: training"] == ["a", "b"]
+        assert curves["Entropy"] == ["a"]
         others = {chart["title"]: chart["curves"] for chart in data["others"]}
-        assert [(curve["label"], curve["color"]) for curve in others["own_metric"]] == [("b/version_0", 1)]
+        assert [(curve["label"], curve["color"]) for curve in others["own_metric"]] == [("b", 1)]
 
     def test_one_run_is_not_a_comparison(self, runs, monkeypatch, capsys) -> None:
         with pytest.raises(SystemExit):

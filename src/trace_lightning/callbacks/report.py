@@ -127,10 +127,10 @@ class RunReport(Callback):
             "policy_version": trainer.global_step,
             "resumed_from": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
             "world_size": trainer.world_size,
-            "memory_gb": _peak_memory(module.device),
+            "memory_gb": _peak_memory(trainer.strategy.root_device),
             "pid": os.getpid(),
             "host": platform.node(),
-            "versions": run_versions(module.device),
+            "versions": run_versions(trainer.strategy.root_device),
             "warnings": self._warnings.found,
         }
 

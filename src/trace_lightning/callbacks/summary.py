@@ -125,7 +125,7 @@ class RunSummary(Callback):
             **run_identity(trainer, module),
             "steps": trainer.global_step,
             **self.history.summary(),
-            "versions": run_versions(module.device),
+            "versions": run_versions(trainer.strategy.root_device),  # the module is on the CPU again by now
         }
         if self._folder is not None and trainer.is_global_zero:
             text = json.dumps(json_safe(self.summary), indent=2, ensure_ascii=False, allow_nan=False)

@@ -25,8 +25,10 @@ _DLOGP = "sampling/sampling_logp_difference"
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Names that tell the runs apart: their own, or where two are alike, the folders."""
+    """Names that tell the runs apart: their own, without a version they share, or where two are alike the folders."""
     names = [run.name for run in runs]
+    if len(runs) > 1 and len({name.rpartition("/")[2] for name in names}) == 1:
+        names = [name.rpartition("/")[0] for name in names]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
@@ -80,12 +82,20 @@ def setting_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(settings, list) and settings and all(isinstance(part, dict) for part in settings):
+        settings = ", ".join(map(_component, settings))
     if isinstance(settings, dict) and settings:
         for name, value in settings.items():
             yield from _flat(value, f"{prefix}.{name}" if prefix else str(name))
         return
     text = settings if isinstance(settings, str) else json.dumps(settings, ensure_ascii=False, default=str)
     yield prefix, text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _component(part: dict[str, Any]) -> str:
+    """`TIS(cap=2.0)`."""
+    arguments = ", ".join(f"{name}={value}" for name, value in (part.get("init_args") or {}).items())
+    return f"{str(part.get('class_path')).rpartition('.')[2]}({arguments})"
 
 
 def _surroundings(run: Run) -> dict[str, str]:
