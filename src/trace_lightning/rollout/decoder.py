@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from trace_kernels import BlockFormat
 from trace_lightning.models.sharding import parts_of
+from trace_lightning.quantization.lora import ADAPTER_NAMES
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.kv_pool import PagedKV
 
@@ -84,6 +85,7 @@ def check_names(given: set[str], needed: set[str], model: PreTrainedModel) -> No
     if missing:
         raise ValueError(f"weights are missing from the snapshot: {sorted(missing)[:5]} ({len(missing)} in all)")
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    known -= {name for name in known if name.rpartition(".")[2] in ADAPTER_NAMES}  # a forgotten merge would not show
     unknown = given - needed - known
     if unknown:
         raise ValueError(
