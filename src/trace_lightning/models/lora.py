@@ -137,7 +137,7 @@ def install_lora(
     make = _merged_group if state.merged else _packed_group
     held = dict(zip(map(id, qat.layout.groups), qat.groups, strict=True))
     for site in dict.fromkeys(sites.values()):
-        if id(site) in held or any(name in adapters for name in site.names):
+        if id(site) in held or not state.merged or any(name in adapters for name in site.names):
             group = held.get(id(site)) or QATGroup(site, qat.states[site.layer], None)
             make(model, site, group, adapters, state, recipe, device)
     qat.forget_linears()
@@ -150,6 +150,8 @@ def install_lora(
 def _targets(model: PreTrainedModel, config: LoraConfig, names: list[str]) -> list[str]:
     """The names to hand to peft, each of which matches a linear of a known site and nothing else."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
+    if not leaves:
+        raise ValueError(f"model.lora: {type(model).__name__} has no nn.Linear of a known site to put adapters on")
     wanted = leaves if config.target_modules is None else list(config.target_modules)
     for target in wanted:
         matched = [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
@@ -242,6 +244,24 @@ def base_checksum(policy: PreTrainedModel) -> int:
         plain = tensor.packed_tensors().values() if isinstance(tensor, PackedFP4Tensor) else (tensor.detach(),)
         sums += [int(part.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for part in plain]
     return zlib.crc32(repr(sums).encode())
+
+
+def check_base(policy: PreTrainedModel, path: str, stored: dict[str, Any]) -> None:
+    """Refuse adapters that were trained over another base.
+
+    Args:
+        policy: what the checkpoint is for.
+        path: of its base.
+        stored: path and checksum of the base of then.
+
+    Raises:
+        ValueError: the base has changed since.
+    """
+    if base_checksum(policy) != stored["checksum"]:
+        raise ValueError(
+            f"the checkpoint's adapters were trained over {stored['path']}, and {path} holds other weights or holds "
+            "them in another format or precision: resume with the model.path, recipe and trainer.precision of its run"
+        )
 
 
 def save_adapter(policy: PreTrainedModel, directory: Path, base: str) -> None:
