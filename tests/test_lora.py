@@ -8,19 +8,24 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lora import engine_of, make_adapted
 from numerics import assert_bit_equal
+from ranks import worker
 from test_parity import PROMPTS, both_sides, recipe_of
 from tiny import Scorer, make_batch, make_model, rollout_logprobs, sampling
+from trace_lightning.callbacks import HFExport, RunCheckpoint
 from trace_lightning.callbacks.export import export_policy
 from trace_lightning.models.lora import LoraConfig, base_checksum, install_lora
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.sharding import Weights
+from trace_lightning.module import PolicyModule
 from trace_lightning.quantization.lora import AdapterLinear, adapter_parameters, merged_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
@@ -29,6 +34,7 @@ from trace_lightning.rollout.microbatch import take
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
 from trace_lightning.rollout.scoring import score
 from trace_lightning.rollout.shared_linear import SharedLinear
+from trace_lightning.strategy import FSDP2Strategy
 from trace_lightning.types import QuantRecipe
 
 W4 = QuantRecipe(weights="nvfp4")
@@ -269,6 +275,51 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             load_policy("builtin:tiny-qwen3", recipe, dtype=torch.float32, lora=LoraConfig())
         load_policy("builtin:tiny-qwen3", recipe, dtype=torch.float32, lora=LoraConfig(rollout="merged"))
+
+
+class TestRun:
+    """What a run keeps, and that another goes on from there."""
+
+    def fit(self, folder: Path, steps: int, checkpoint: Path | None = None, **settings: Any) -> Any:
+        pl.seed_everything(0)
+        lora = LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "down_proj"])
+        module = PolicyModule(
+            **({"path": "builtin:tiny-qwen3", "recipe": worker.GUIDED, "learning_rate": 1e-2, "lora": lora} | settings)
+        )
+        callbacks = [worker.make_rollout(), RunCheckpoint(), HFExport()]
+        files = {"enable_checkpointing": True, "default_root_dir": folder}
+        trainer = worker.make_trainer("auto", *callbacks, max_steps=steps, **files)
+        trainer.fit(module, worker.make_data(), ckpt_path=checkpoint)
+        return module
+
+    def test_resume_is_exact_and_checkpoints_hold_adapters_only(self, tmp_path: Path) -> None:
+        unbroken = self.fit(tmp_path / "unbroken", 3)
+        self.fit(tmp_path / "first", 2)
+        (path,) = (tmp_path / "first").rglob("last.ckpt")
+        resumed = self.fit(tmp_path / "second", 3, path)
+        raw = torch.load(path, weights_only=True)
+        names = adapter_parameters(unbroken.policy)
+        assert raw["state_dict"].keys() == {f"policy.{name}" for name in names}
+        assert raw["lora_base"]["path"] == "builtin:tiny-qwen3"
+        (optimizer,) = raw["optimizer_states"]
+        assert len(optimizer["state"]) == len(names) == 12
+        for name, parameter in adapter_parameters(resumed.policy).items():
+            assert_bit_equal(parameter.data, names[name].data)
+        (exported,) = (tmp_path / "second").rglob("adapter_model.safetensors")
+        stored = load_file(exported)
+        assert len(stored) == 12
+        for name, parameter in names.items():
+            assert_bit_equal(stored[f"base_model.model.{name}.weight"], parameter.data)
+        other = {"recipe": QuantRecipe(weights="mxfp4")}
+        with pytest.raises(ValueError, match="trained over builtin:tiny-qwen3"):
+            self.fit(tmp_path / "third", 3, path, **other)
+        with pytest.raises(ValueError, match="model.path and model.lora"):
+            self.fit(tmp_path / "fourth", 3, path, lora=None)
+
+    def test_sharding_is_refused_at_the_start(self) -> None:
+        trainer = pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)
+        with pytest.raises(ValueError, match="use trainer.strategy=ddp"):
+            PolicyModule(path="builtin:tiny-qwen3", recipe=W4, lora=LoraConfig()).trainer = trainer
 
 
 def test_the_checksum_tells_bases_apart() -> None:
