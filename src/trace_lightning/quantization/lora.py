@@ -65,18 +65,17 @@ def base_values(base: Tensor, dtype: torch.dtype) -> Tensor:
     return base.values(dtype) if isinstance(base, PackedFP4Tensor) else base.to(dtype)
 
 
-def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """`y + scaling B (A x)` in the dtype of `y`: the one order of casts that trainer and decoder share.
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, scaled_b: Tensor) -> Tensor:
+    """`y + s B (A x)` in the dtype of `y`: the one order of casts that trainer and decoder share.
 
     Args:
         y: [M, N], rounded to the compute dtype already.
         x: [M, K].
         a: [R, K].
-        b: [N, R].
-        scaling: applied to the R numbers of a row.
+        scaled_b: s B [N, R]; B times the scaling, rounded once.
     """
-    hidden = F.linear(x.to(y.dtype), a.to(y.dtype)) * scaling
-    return torch.addmm(y, hidden, b.to(y.dtype).T)
+    hidden = F.linear(x.to(y.dtype), a.to(y.dtype))
+    return torch.addmm(y, hidden, scaled_b.to(y.dtype).T)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -155,8 +154,8 @@ class AdapterLinear(QATLinear):
         y = _FrozenLinear.apply(x, self.base_values, bias)
         if self.lora_A is None or self.lora_B is None or not self.state.enabled:
             return y
-        flat = add_low_rank(y.flatten(0, -2), x.flatten(0, -2), self.lora_A, self.lora_B, self.state.scaling)
-        return flat.view(y.shape)
+        scaled = self.lora_B * self.state.scaling
+        return add_low_rank(y.flatten(0, -2), x.flatten(0, -2), self.lora_A, scaled).view(y.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdapterLinear:
         """Follow `.to(device)`: the base is moved once, by the first of its group."""

@@ -2,7 +2,7 @@
 
     base   the policy's packed tensor (or, unquantised, its plain one): the same storage, nothing is copied
     A      [sum R, K]        the adapters of q, k, v one below the other
-    B      [sum N_i, sum R]  on the diagonal, zeros elsewhere: one low-rank product for the whole group
+    s B    [sum N_i, sum R]  on the diagonal, zeros elsewhere: one low-rank product for the whole group
     y = sum of the base's parts, rounded, + s B (A x)         the casts of `AdapterLinear`
 
 A sync copies A and B and nothing else. There is no BF16 copy of the base for batches too large to unpack codes for:
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from trace_kernels import get_format
-from trace_kernels.rows import sum_parts
 from trace_lightning.quantization.lora import AdapterLinear, add_low_rank, base_values, merge
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.rollout.snapshot import SnapshotLinear
@@ -56,7 +55,7 @@ class SharedLinear(SnapshotLinear):
         """Copy the adapters to the addresses held before; the base is what it is, packed or not."""
         for name, place in self.places.items():
             self.a[place].copy_(tensors[f"{name}.lora_A"])
-            self.b[self.rows[name], place].copy_(tensors[f"{name}.lora_B"])
+            self.b[self.rows[name], place].copy_(tensors[f"{name}.lora_B"] * self.state.scaling)
 
     def dense(self) -> Tensor:
         return base_values(self.base, self.dtype)
@@ -68,10 +67,11 @@ class SharedLinear(SnapshotLinear):
         return merge(weight, tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], self.state.scaling)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Sums [1, M, N] in the compute dtype; `x` as for `SnapshotLinear`."""
-        y = sum_parts(super().__call__(x), self.dtype)
+        """The sum [1, M, N] in the compute dtype, or the base's parts where nothing is adapted."""
+        parts = super().__call__(x)
         if not self.places:
-            return y.unsqueeze(0)
+            return parts
+        y = (parts[0] if len(parts) == 1 else parts.sum(0)).to(self.dtype)
         if x.ndim == 4:  # permuted for the packed weights
             x = x.permute(2, 0, 3, 1).flatten(1)[:, : self.shape[1]]
-        return add_low_rank(y, x, self.a, self.b, self.state.scaling).unsqueeze(0)
+        return add_low_rank(y, x, self.a, self.b).unsqueeze(0)
