@@ -83,6 +83,17 @@ class TestParity:
         ours, theirs = both_sides(policy, engine, guided=True)
         assert (ours - theirs).abs().max() <= 1e-4
 
+    @pytest.mark.parametrize("rollout", ["adapter", "merged"])
+    def test_bf16(self, rollout: str) -> None:
+        """Frozen weights in BF16, adapters in FP32 under autocast: a BF16 policy's gap, not a wrong cast's."""
+        recipe = GUIDED["W4A4KV4"]
+        policy = make_adapted(recipe, rollout, dtype=torch.bfloat16)
+        engine = engine_of(policy, recipe, dtype=torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = both_sides(policy, engine, guided=True)
+        assert {p.dtype for p in adapter_parameters(policy).values()} == {torch.float32}
+        assert (ours - theirs).abs().mean() <= 1e-2
+
     def test_bf16_casts_are_those_of_autocast(self) -> None:
         policy = make_adapted(GUIDED["W4A4KV4"])
         engine = engine_of(policy, GUIDED["W4A4KV4"], dtype=torch.bfloat16)

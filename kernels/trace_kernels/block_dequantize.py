@@ -4,7 +4,7 @@
 
 Who holds a weight in FP4 alone (a frozen base under adapters) makes its BF16 values when a matmul of many rows needs
 them and lets them go. Bytes moved per weight: 9/16 read (NVFP4), 2 written, and 2 read by the matmul; torch's own
-operations would move about 30. The values are those of `BlockFormat.dequantize`, exactly: scale bytes must be ours,
+operations would move 39. The values are those of `BlockFormat.dequantize`, exactly: scale bytes must be ours,
 that is normal E4M3 codes or NaN.
 
 What was left out: unpacking inside a matmul of many rows. `linear.py` does that up to 128 rows or so; above, tensor

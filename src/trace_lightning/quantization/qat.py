@@ -86,7 +86,8 @@ class QATGroup:
     def round_weight(self, linear: QATLinear) -> Tensor:
         """`DQ(Q(W))` under the group's outer scale, with a straight-through gradient."""
         if self.weights is None:
-            return linear.merged()
+            merged = linear.merged()  # an own weight stays as it is: autocast keeps the cast ones of a forward
+            return merged if merged is linear.weight else merged.to(_matmul_dtype(linear.weight))
         value = None if self.cached is None else self.cached.get(id(linear))
         if value is None:
             with torch.no_grad():
