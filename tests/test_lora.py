@@ -1,4 +1,4 @@
-"""Adapters over a frozen FP4 base: both sides agree, the base is held once, and plain peft reads what is left behind."""
+"""Adapters over a frozen FP4 base: both sides agree, the base is held once, and plain peft reads what is left."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ class TestHeldOnce:
         tensors = self.reachable(policy, engine)
         assert any(tuple(t.shape) == (160, 64) for t in tensors), "the walk must reach weights"
         assert not [t.shape for t in tensors if t.is_floating_point() and tuple(t.shape) in shapes]
-        own = {id(m.group.base): m.group.base.qdata.data_ptr() for m in policy.modules() if isinstance(m, AdapterLinear)}
+        own = {
+            id(m.group.base): m.group.base.qdata.data_ptr() for m in policy.modules() if isinstance(m, AdapterLinear)
+        }
         assert len({t.data_ptr() for t in tensors if t.dtype == torch.uint8} & set(own.values())) == len(own) == 8
         codes = [t for t in tensors if t.dtype == torch.uint8 and t.ndim == 2 and t.shape[0] in (64, 96, 192, 256)]
         assert len({t.data_ptr() for t in codes}) == 2 * len(own), "codes and scales of each base, once"
@@ -179,7 +181,7 @@ class TestHeldOnce:
     def test_unmerged_weights_are_refused_by_name(self) -> None:
         policy = make_adapted(W4, "merged")
         engine = engine_of(policy, W4)
-        with pytest.raises(ValueError, match="does not know.*lora_A"):
+        with pytest.raises(ValueError, match=r"does not know.*lora_A"):
             engine.load_weights(policy.named_parameters(), version=1)
         assert engine.policy_version == 0
 
@@ -322,14 +324,14 @@ class TestRun:
         for name, parameter in names.items():
             assert_bit_equal(stored[f"base_model.model.{name}.weight"], parameter.data)
         other = {"recipe": QuantRecipe(weights="mxfp4")}
-        with pytest.raises(ValueError, match="trained over builtin:tiny-qwen3"):
+        with pytest.raises(ValueError, match=r"trained over builtin:tiny-qwen3"):
             self.fit(tmp_path / "third", 3, path, **other)
-        with pytest.raises(ValueError, match="model.path and model.lora"):
+        with pytest.raises(ValueError, match=r"model.path and model.lora"):
             self.fit(tmp_path / "fourth", 3, path, lora=None)
 
     def test_sharding_is_refused_at_the_start(self) -> None:
         trainer = pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)
-        with pytest.raises(ValueError, match="use trainer.strategy=ddp"):
+        with pytest.raises(ValueError, match=r"use trainer.strategy=ddp"):
             PolicyModule(path="builtin:tiny-qwen3", recipe=W4, lora=LoraConfig()).trainer = trainer
 
 

@@ -69,7 +69,9 @@ _DEQUANTIZE = torch.library.custom_op(
     "trace_kernels::dequantize_packed", dequantize_packed_reference, mutates_args=(), device_types="cpu"
 )
 _DEQUANTIZE.register_kernel("cuda")(dequantize_packed_triton)
-_DEQUANTIZE.register_fake(lambda qdata, scale, outer, width, fmt, dtype: qdata.new_empty(len(qdata), width, dtype=dtype))
+_DEQUANTIZE.register_fake(
+    lambda qdata, scale, outer, width, fmt, dtype: qdata.new_empty(len(qdata), width, dtype=dtype)
+)
 
 
 def dequantize_packed(

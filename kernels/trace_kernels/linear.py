@@ -399,7 +399,8 @@ def crossover_batch(
     that there is no copy, so that each `F.linear` has to wait for one. Call it outside of graph capture.
 
     Returns:
-        One of 0, 8, 16, 32, 64, 128 (or 256, where the copy is made each time); FP4 was faster at all smaller ones too. 0 on a CPU.
+        One of 0, 8, 16, 32, 64, 128, and 256 where the copy is made each time; FP4 was faster at all smaller ones too.
+        0 on a CPU.
     """
     if qdata.device.type != "cuda":
         return 0

@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory_fraction", type=float, metavar="X", help="of free memory for K and V (default 0.4)")
     parser.add_argument("--precision", help=f"{' or '.join(PRECISIONS)} (default {PRECISIONS[0]})")
     parser.add_argument("--reference", help=f"of a KL term: {', '.join(REFERENCES)} (default none)")
-    parser.add_argument("--lora_rank", type=int, metavar="N", help="adapters of this rank on all linears (default none)")
+    parser.add_argument(
+        "--lora_rank", type=int, metavar="N", help="adapters of this rank on all linears (default none)"
+    )
     parser.add_argument("--lora_rollout", help=f"{' or '.join(LORA_ROLLOUTS)} (default {LORA_ROLLOUTS[0]})")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument(

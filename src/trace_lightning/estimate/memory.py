@@ -166,7 +166,7 @@ def record_tokens(plan: Plan, new_tokens: int) -> int:
 
 def rollout_items(plan: Plan) -> Iterator[Item]:
     """Snapshot, KV pool, the engine's state, and the record; the last on the card or on the host."""
-    shape, recipe = plan.shape, plan.recipe
+    shape = plan.shape
     kept = PHASES if plan.keep_snapshot else ("rollout",)
     yield from _snapshot_items(plan, kept)
     yield Item("KV pool", "rollout", pool_bytes(plan), kept)

@@ -67,6 +67,14 @@ class Plan:
             raise ValueError(
                 f"--mean_new_tokens {self.mean_new_tokens} exceeds --new_tokens {self.new_tokens}, or is < 0"
             )
+        self._check_choices()
+        if self.longest > self.shape.max_positions:
+            raise ValueError(
+                f"{self.prompt_length} + {self.new_tokens} tokens exceed the context of {self.model}, "
+                f"{self.shape.max_positions}: lower --prompt_length or --new_tokens"
+            )
+
+    def _check_choices(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"--precision {self.precision!r}: estimates know {', '.join(PRECISIONS)}")
         if self.reference not in REFERENCES:
@@ -75,11 +83,6 @@ class Plan:
             raise ValueError(
                 f"--lora_rank {self.lora_rank} --lora_rollout {self.lora_rollout}: expected a rank of 0 (all weights "
                 f"are trained) or more, and one of {', '.join(LORA_ROLLOUTS)}"
-            )
-        if self.longest > self.shape.max_positions:
-            raise ValueError(
-                f"{self.prompt_length} + {self.new_tokens} tokens exceed the context of {self.model}, "
-                f"{self.shape.max_positions}: lower --prompt_length or --new_tokens"
             )
 
     @property

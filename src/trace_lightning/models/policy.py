@@ -89,8 +89,8 @@ def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name
         first = different[0]
         raise ValueError(
             f"the checkpoint is of another model than {name}: {first} has the shape {there.get(first)} there and "
-            f"{here.get(first)} here ({len(different)} weights differ). Resume it with the model.path and model.lora of "
-            "its run."
+            f"{here.get(first)} here ({len(different)} weights differ). Resume it with the model.path and model.lora "
+            "of its run."
         )
 
 

@@ -148,7 +148,9 @@ class FusedDecoder(Decoder):
 
         def norm(module: Any) -> Tensor:
             name = f"{self.names[id(module)]}.weight"
-            return self._share(name, module.weight) if self._shares else norms.setdefault(name, _zeros_for(module.weight))
+            return (
+                self._share(name, module.weight) if self._shares else norms.setdefault(name, _zeros_for(module.weight))
+            )
 
         activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
         first_of_site = {"attn_in": attn.q_proj, "o_in": attn.o_proj, "mlp_in": mlp.gate_proj, "down_in": mlp.down_proj}
@@ -189,7 +191,9 @@ class FusedDecoder(Decoder):
                 linear.load(tensors, quantize=quantize)
             found = self._frozen | tensors
             fields = {field: found.get(name) for field, name in layer.kv_names.items()}
-            kv = KVWeights(**fields | {field: layer.qkv.master(layer.kv_linears[field], tensors) for field in ("k", "v")})  # type: ignore[arg-type]
+            kv = KVWeights(
+                **fields | {field: layer.qkv.master(layer.kv_linears[field], tensors) for field in ("k", "v")}
+            )  # type: ignore[arg-type]
             rotated, device = self.recipe.kv_rotation == "hadamard", self.head.device
             outer: tuple[Tensor | None, Tensor | None] = (None, None)
             if fmt is not None:
