@@ -26,6 +26,7 @@ from trace_lightning.models.lora import LoraConfig, base_checksum, install_lora
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
+from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import AdapterLinear, adapter_parameters, merged_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
@@ -71,6 +72,26 @@ class TestParity:
         policy = make_adapted(recipe, family=family, targets=["q_proj", "v_proj", "o_proj"])
         ours, theirs = both_sides(policy, engine_of(policy, recipe), guided=name != "unquantised")
         assert (ours - theirs).abs().max() <= 1e-4
+
+    @pytest.mark.parametrize("rollout", ["adapter", "merged"])
+    def test_both_bound_k_and_v_alike(self, rollout: str) -> None:
+        """The bound follows the adapters, biases and gains that no sync brings."""
+        recipe = GUIDED["W4A4KV4"]
+        policy = make_adapted(recipe, rollout, family="qwen2")
+        for layer in policy.model.layers:
+            layer.self_attn.k_proj.bias.data += 100
+            layer.self_attn.v_proj.lora_B.data *= 100
+        engine = engine_of(policy, recipe)
+        for index, kv in enumerate(policy.trace_qat.kvs):
+            weights = KVWeights.of(*kv._modules)
+            expected = kv_outer_scales(weights, 2, kv.fmt, rotated=False, device=CPU)
+            for ours, theirs in zip(engine.decoder.kv_outer(index), expected, strict=True):
+                assert_bit_equal(ours, theirs)
+            with policy.trace_lora.off():
+                without = KVWeights.of(*kv._modules)
+            assert (weights.v - without.v).abs().max() > 0
+            outer = kv_outer_scales(without, 2, kv.fmt, rotated=False, device=CPU)
+            assert not torch.equal(outer[1], expected[1])
 
     @pytest.mark.parametrize("name", ["W4A16KV4", "W4A4KV4"])
     def test_packed_matmuls_of_few_rows(self, name: str) -> None:

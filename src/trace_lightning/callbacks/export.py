@@ -86,7 +86,7 @@ def export_policy(
     if lora_state(policy) is None:
         policy.save_pretrained(part)
     else:
-        save_adapter(policy, part, str(resolve_model_path(base)) if base else policy.config.name_or_path)
+        save_adapter(policy, part, str(policy.config.name_or_path if base is None else resolve_model_path(base)))
     tokenizer.save_pretrained(part)
     if directory.exists():
         directory.rename(old)

@@ -141,7 +141,7 @@ def pool_bytes(plan: Plan) -> float:
     if plan.kv_cache_tokens:
         return per_token * plan.kv_cache_tokens
     wanted = (rows + min(plan.own_prompts, rows)) * (plan.longest + plan.page_size)
-    held = plan.trained_params * plan.master_bytes * (1 if plan.keep_snapshot else 4) + reference_bytes(plan)
+    held: float = plan.trained_params * plan.master_bytes * (1 if plan.keep_snapshot else 4) + reference_bytes(plan)
     held += frozen_bytes(plan) if plan.lora_rank else 0
     free = plan.card.memory - CONTEXT_BYTES - held - kept_snapshot(plan)
     return min(wanted * per_token, max(0.0, free) * plan.memory_fraction)

@@ -130,6 +130,8 @@ class AdapterLinear(QATLinear):
         self.bias = original.bias
         first = sum(member.out_features for member in group.members)
         self.rows = slice(first, first + self.out_features)
+        self.lora_A: nn.Parameter | None
+        self.lora_B: nn.Parameter | None
         self.lora_A, self.lora_B = adapter or (None, None)
         self.group, self.state = group, state
         group.members.append(self)
@@ -172,6 +174,8 @@ class MergedLinear(QATLinear):
         self, original: nn.Linear, group: QATGroup, adapter: tuple[nn.Parameter, nn.Parameter] | None, state: LoraState
     ) -> None:
         super().__init__(original, group)
+        self.lora_A: nn.Parameter | None
+        self.lora_B: nn.Parameter | None
         self.lora_A, self.lora_B = adapter or (None, None)
         self.state = state
 

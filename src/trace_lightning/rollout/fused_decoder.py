@@ -133,6 +133,9 @@ class FusedDecoder(Decoder):
     def _linear(self, modules: list[nn.Linear], quantized: set[str]) -> SnapshotLinear:
         named = [(self.names[id(module)], module) for module in modules]
         if isinstance(modules[0], AdapterLinear):
+            for name, module in named:
+                if module.bias is not None:
+                    self._share(f"{name}.bias", module.bias)
             return SharedLinear(named, self.dtype)  # type: ignore[arg-type]
         inside = {name in quantized for name, _ in named}
         if len(inside) > 1:
@@ -189,14 +192,10 @@ class FusedDecoder(Decoder):
                 continue
             for linear in layer.linears:
                 linear.load(tensors, quantize=quantize)
-            found = self._frozen | tensors
-            fields = {field: found.get(name) for field, name in layer.kv_names.items()}
-            kv = KVWeights(
-                **fields | {field: layer.qkv.master(layer.kv_linears[field], tensors) for field in ("k", "v")}
-            )  # type: ignore[arg-type]
             rotated, device = self.recipe.kv_rotation == "hadamard", self.head.device
             outer: tuple[Tensor | None, Tensor | None] = (None, None)
             if fmt is not None:
+                kv = self._kv_weights(layer, tensors)
                 outer = kv_outer_scales(kv, self.num_kv_heads, fmt, rotated=rotated, device=device)
             self._renew_outer(index, outer)
         for name in self._small.keys() & tensors.keys():
@@ -204,6 +203,11 @@ class FusedDecoder(Decoder):
         head = self._head_name or self._embedding_name
         if self.head is not self.embedding and head in tensors:
             self.head.copy_(tensors[head])
+
+    def _kv_weights(self, layer: _Layer, tensors: dict[str, Tensor]) -> KVWeights:
+        k, v = (layer.qkv.master(layer.kv_linears[field], tensors) for field in ("k", "v"))
+        small = {field: tensors.get(name, self._frozen.get(name)) for field, name in layer.kv_names.items()}
+        return KVWeights(k=k, v=v, **small)
 
     def _renew_outer(self, index: int, outer: tuple[Tensor | None, Tensor | None]) -> None:
         """Keep the K/V outer scales where they were, for graphs that read or write them."""
