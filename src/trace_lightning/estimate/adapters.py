@@ -4,7 +4,7 @@
                       BF16; a matmul of many rows makes its BF16 weight for itself
     rollout=merged    linears in BF16 in the trainer, and the engine's usual snapshot
 
-Counted of the low-rank products: bytes and operations. Assumed: eight more kernels per fused linear of a decode step,
+Counted of the low-rank products: bytes and operations. Assumed: three more kernels per fused linear of a decode step,
 at 2 to 3 microseconds each; `examples/bench_lora.py` measures what they really cost.
 """
 
@@ -18,7 +18,7 @@ from trace_lightning.bench.shapes import ModelShape
 if TYPE_CHECKING:
     from trace_lightning.estimate.plan import Plan
 
-_KERNELS, _KERNEL_SECONDS = 4 * 8, (2e-6, 3e-6)  # per layer: four fused linears; sums, casts, two products
+_KERNELS, _KERNEL_SECONDS = 4 * 3, (2e-6, 3e-6)  # per layer: four fused linears; unpacking or arranging, two products
 
 
 def groups(shape: ModelShape) -> list[tuple[int, int, int]]:

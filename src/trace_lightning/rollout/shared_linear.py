@@ -15,9 +15,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trace_kernels import get_format
+from trace_kernels.low_rank import expand
 from trace_lightning.quantization.lora import AdapterLinear, add_low_rank, base_values, merge
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.rollout.snapshot import SnapshotLinear
@@ -71,7 +73,7 @@ class SharedLinear(SnapshotLinear):
         parts = super().__call__(x)
         if not self.places:
             return parts
-        y = (parts[0] if len(parts) == 1 else parts.sum(0)).to(self.dtype)
-        if x.ndim == 4:  # permuted for the packed weights
-            x = x.permute(2, 0, 3, 1).flatten(1)[:, : self.shape[1]]
-        return add_low_rank(y, x, self.a, self.b).unsqueeze(0)
+        if x.ndim == 2:
+            return add_low_rank(parts[0], x, self.a, self.b).unsqueeze(0)
+        plain = x.permute(2, 0, 3, 1).flatten(1)[:, : self.shape[1]]  # it came permuted for the packed weights
+        return expand(parts, F.linear(plain, self.a), self.b).unsqueeze(0)
