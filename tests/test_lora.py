@@ -183,6 +183,23 @@ class TestHeldOnce:
         assert [c.token_ids for c in again.completions] == [c.token_ids for c in fresh.completions]
         assert again.completions[0].policy_version == 3
 
+    @pytest.mark.parametrize("decoder", ["fused", "hf"])
+    def test_a_base_that_has_moved_is_found_again(self, decoder: str) -> None:
+        """Lightning moves a policy to the host after each fit: the engine must not hold on to where it was."""
+        recipe = GUIDED["W4A16KV4"]
+        policy = make_adapted(recipe)
+        engine = engine_of(policy, recipe, decoder=decoder)
+        first, drawn = engine.decoder, engine.generate(PROMPTS, sampling())
+        engine.load_weights(Weights(policy), version=1)
+        assert engine.decoder is first, "made anew without need"
+        for layer in policy.model.layers:  # as `.to` another device does
+            for linear in (layer.self_attn.q_proj, layer.self_attn.o_proj):
+                linear._apply(lambda tensor: tensor.clone())
+        engine.load_weights(Weights(policy), version=2)
+        assert engine.decoder is not first
+        again = engine.generate(PROMPTS, sampling())
+        assert [c.token_ids for c in again.completions] == [c.token_ids for c in drawn.completions]
+
     def test_merged_weights_are_rounded_once(self) -> None:
         """Never Q(Q(W) + BA), and 20 syncs without an update move nothing."""
         policy = make_adapted(W4, "merged")

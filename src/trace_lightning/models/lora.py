@@ -231,7 +231,8 @@ def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
 
 def frozen_tensors(policy: PreTrainedModel) -> list[Tensor]:
     """Everything of a policy with adapters that is not trained: packed bases, embeddings, norms, biases."""
-    found = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    adapters = {id(parameter) for parameter in adapter_parameters(policy).values()}
+    found = [parameter for parameter in policy.parameters() if id(parameter) not in adapters]
     bases = {id(m.group): m.group.base for m in policy.modules() if isinstance(m, AdapterLinear)}
     return [*found, *(base for base in bases.values() if base is not None)]
 

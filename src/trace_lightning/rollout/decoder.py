@@ -67,6 +67,11 @@ class Decoder(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] in the dtype in which the head computes; whoever uses them widens them."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether what is shared with the policy has moved to another device since, so that two copies are held."""
+        return False
+
     def prepare(self, max_len: int) -> bool:
         """Make ready for contexts of `max_len`; whether a decode step can then run without looking at its data.
 

@@ -201,6 +201,8 @@ class LocalEngine(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         if not isinstance(weights, Weights):
             weights = [(name, tensor.detach()) for name, tensor in weights]
+        if self._decoder is not None and self._decoder.is_stale:
+            self.release()
         if self._decoder is None:
             self._build()
             self._timed = False

@@ -209,6 +209,11 @@ class FusedDecoder(Decoder):
         small = {field: tensors.get(name, self._frozen.get(name)) for field, name in layer.kv_names.items()}
         return KVWeights(k=k, v=v, **small)
 
+    @property
+    def is_stale(self) -> bool:
+        linears = (linear for layer in self.layers for linear in layer.linears)
+        return any(linear.is_stale for linear in linears if isinstance(linear, SharedLinear))
+
     def _renew_outer(self, index: int, outer: tuple[Tensor | None, Tensor | None]) -> None:
         """Keep the K/V outer scales where they were, for graphs that read or write them."""
         held = self._outer.get(index)

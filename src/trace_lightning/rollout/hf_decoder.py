@@ -85,6 +85,7 @@ class HFDecoder(Decoder):
         self.recipe, self.dtype, self.rotated = recipe, dtype, recipe.kv_rotation == "hadamard"
         lora = lora_state(model)
         shares = lora is not None and not lora.merged
+        self.policy = model if shares else None
         self.model = _twin(model, shares).requires_grad_(False).eval()
         if not any(isinstance(module, QATLinear) for module in self.model.modules()):
             install_qat(self.model, recipe)
@@ -110,6 +111,13 @@ class HFDecoder(Decoder):
         self.kv_formats = [kv if index in wanted else None for index in range(len(layers))]
         self._outer: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(layers)
         self._head = logits_head(self.model)
+
+    @property
+    def is_stale(self) -> bool:
+        if self.policy is None:
+            return False
+        ours, theirs = ({id(tensor) for tensor in frozen_tensors(model)} for model in (self.model, self.policy))
+        return ours != theirs
 
     def needed_names(self) -> set[str]:
         return set(self.own)

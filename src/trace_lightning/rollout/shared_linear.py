@@ -31,7 +31,8 @@ class SharedLinear(SnapshotLinear):
     makes_dense: ClassVar[bool] = True
 
     def __init__(self, linears: list[tuple[str, AdapterLinear]], dtype: torch.dtype) -> None:
-        group, self.state = linears[0][1].group, linears[0][1].state
+        self.group, self.state = linears[0][1].group, linears[0][1].state
+        group = self.group
         assert [module for _, module in linears] == group.members, "the decoder fuses in another order than the base"
         assert group.base is not None
         self.base, self.names, self.dtype = group.base, [name for name, _ in linears], dtype
@@ -47,6 +48,11 @@ class SharedLinear(SnapshotLinear):
         self.b = torch.zeros(self.shape[0], total, dtype=dtype, device=device)
         ends = torch.tensor([0, *ranks.values()]).cumsum(0).tolist()
         self.places = {name: slice(*ends[i : i + 2]) for i, name in enumerate(ranks)}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the policy has put its base elsewhere."""
+        return self.group.base is not self.base
 
     @property
     def weight_names(self) -> list[str]:
