@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from pathlib import Path
@@ -361,6 +362,9 @@ class TestRun:
         assert len(stored) == 12
         for name, parameter in names.items():
             assert_bit_equal(stored[f"base_model.model.{name}.weight"], parameter.data)
+        (last,) = (tmp_path / "second").rglob("last.ckpt")
+        loaded = adapter_parameters(PolicyModule.load_from_checkpoint(last, weights_only=True).policy)
+        assert all(torch.equal(loaded[name], parameter) for name, parameter in names.items())
         other = {"recipe": QuantRecipe(weights="mxfp4")}
         with pytest.raises(ValueError, match=r"trained over builtin:tiny-qwen3"):
             self.fit(tmp_path / "third", 3, path, **other)
@@ -376,5 +380,12 @@ class TestRun:
 def test_the_checksum_tells_bases_apart() -> None:
     first, second = (make_adapted(W4, seed=seed) for seed in (0, 1))
     assert base_checksum(first) == base_checksum(make_adapted(W4))
+    narrow = make_model("qwen3").bfloat16()
+    sums = set()
+    for dtype in (torch.bfloat16, torch.float32):
+        install_qat(model := copy.deepcopy(narrow).to(dtype), W4)
+        install_lora(model, LoraConfig(), W4)
+        sums.add(base_checksum(model))
+    assert len(sums) == 1, "a BF16 checkpoint, held in BF16 or FP32"
     assert base_checksum(first) != base_checksum(second)
     assert isinstance(engine_of(first, W4).decoder, FusedDecoder)

@@ -140,7 +140,6 @@ class PolicyModule(pl.LightningModule):
         if self.lora is not None:
             self.lora.check(self.recipe)
             import_peft()
-            self.strict_loading = False  # a checkpoint holds the adapters alone; `check_weights` is the stricter one
         self.tokenizer = load_tokenizer(path)
         config = AutoConfig.from_pretrained(resolve_model_path(path))
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
@@ -194,11 +193,15 @@ class PolicyModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, or of adapters over another base, on every rank."""
-        if "state_dict" in checkpoint and self._trainer is not None:
+        if "state_dict" not in checkpoint:
+            return
+        if self._trainer is not None:
             self.check_weights(checkpoint["state_dict"])
-            if self.lora is not None and self.policy is not None:
-                with together(self.trainer):
-                    check_base(self.policy, self.path, checkpoint["lora_base"])
+        if self.lora is not None and self.policy is not None:
+            with nullcontext() if self._trainer is None else together(self.trainer):
+                check_base(self.policy, self.path, checkpoint["lora_base"])
+            frozen = self.state_dict()  # which Lightning looks for in what it loads
+            checkpoint["state_dict"] = frozen | checkpoint["state_dict"]
 
     def check_weights(self, stored: Mapping[str, Tensor]) -> None:
         """Raise on every rank if these weights, of a checkpoint, are another model's."""

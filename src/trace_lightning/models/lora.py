@@ -39,6 +39,7 @@ from trace_lightning.quantization.qat import QATGroup, QATState
 from trace_lightning.types import QuantRecipe
 
 PACKED: dict[str, type[PackedFP4Tensor]] = {"nvfp4": NVFP4Tensor, "mxfp4": MXFP4Tensor}
+_PIECE = 2**24
 _HELD_ONCE = ("none", *PACKED)  # formats of a base that both sides can read
 
 
@@ -239,12 +240,18 @@ def frozen_tensors(policy: PreTrainedModel) -> list[Tensor]:
 
 @torch.no_grad()
 def base_checksum(policy: PreTrainedModel) -> int:
-    """A number that tells one frozen base from another, the same on every device."""
+    """A number that tells one frozen base from another: the same on every device, and for equal values in any dtype."""
     sums: list[int] = []
     for tensor in frozen_tensors(policy):
-        plain = tensor.packed_tensors().values() if isinstance(tensor, PackedFP4Tensor) else (tensor.detach(),)
-        sums += [int(part.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for part in plain]
+        if isinstance(tensor, PackedFP4Tensor):
+            sums += [_byte_sum(part) for part in tensor.packed_tensors().values()]
+        else:  # piece by piece: the FP32 copy of an embedding would be the largest tensor of all
+            sums.append(sum(_byte_sum(part.float()) for part in tensor.detach().flatten().split(_PIECE)))
     return zlib.crc32(repr(sums).encode())
+
+
+def _byte_sum(tensor: Tensor) -> int:
+    return int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64))
 
 
 def check_base(policy: PreTrainedModel, path: str, stored: dict[str, Any]) -> None:
