@@ -38,6 +38,7 @@ ARGUMENTS = {
         *("--data.batch_size=2", "--data.heldout_size=4", "--rollout.num_generations=4"),
     ],
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
+    "bench_lora": ["--device", "cpu", "--shape", "tiny", "--rank", "8", "--warm", "1", "--steps", "2"],
     "bench_two_gpus": ["--device", "cpu", "--shape", "tiny", "--steps", "2", "--runs", "one", "fsdp2", "--kill"],
 }
 
@@ -122,7 +123,19 @@ def check_algorithms_study(folder: Path) -> None:
     assert len(list(folder.glob("*/version_*"))) == 2
 
 
+def check_bench_lora(folder: Path) -> None:
+    """All ways have the same columns, and adapters train a part of what full training does."""
+    ways = json.loads((folder / "bench_lora.json").read_text())["ways"]
+    assert list(ways) == ["full", "adapter", "merged"]
+    assert len({tuple(way) for way in ways.values()}) == 1
+    assert ways["full"]["trained_share"] >= 1 > 0.3 > ways["adapter"]["trained_share"] > 0
+    assert ways["adapter"]["trained"] == ways["merged"]["trained"]
+    assert all(way["step_s"] > 0 and way["rollout_tokens_per_s"] > 0 for way in ways.values())
+    assert ways["adapter"]["estimated"] < ways["full"]["estimated"]
+
+
 CHECKS = {
+    "bench_lora": check_bench_lora,
     "rounding_spread": check_rounding_spread,
     "guidance_study": check_guidance_study,
     "stability_study": check_stability_study,

@@ -48,6 +48,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trace_kernels.block_dequantize import dequantize_packed
 from trace_kernels.formats import unpack_codes
 from trace_kernels.launch import INTERPRET, num_multiprocessors, words
 from trace_kernels.quantize import Quantized, get_format
@@ -378,36 +379,54 @@ def fp4_linear(
     return _linear_op(xp, qdata, scale, outer, bias, in_features=in_features, fmt=fmt)
 
 
-_CROSSOVERS: dict[tuple[int, int, str, str], int] = {}
+_CROSSOVERS: dict[tuple[int, int, str, str, bool], int] = {}
 
 
 def crossover_batch(
-    qdata: Tensor, scale: Tensor, outer: Tensor | None, dense_weight: Tensor, *, fmt: str, in_features: int
+    qdata: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    dense_weight: Tensor,
+    *,
+    fmt: str,
+    in_features: int,
+    made: bool = False,
 ) -> int:
     """Up to how many tokens `fp4_linear` beats `F.linear` over `dense_weight`, the BF16 copy [N, C].
 
     Timed on the device, from CUDA graphs, with weights that do not fit its cache; once per shape, format and device in
-    a process. The consumer's reading of several FP32 parts instead of one BF16 result counts against FP4. Call it
-    outside of graph capture.
+    a process. The consumer's reading of several FP32 parts instead of one BF16 result counts against FP4. `made` says
+    that there is no copy, so that each `F.linear` has to wait for one. Call it outside of graph capture.
 
     Returns:
-        One of 0, 8, 16, 32, 64, 128; FP4 was faster at all smaller ones too. 0 on a CPU.
+        One of 0, 8, 16, 32, 64, 128, and 256 where the copy is made each time; FP4 was faster at all smaller ones too.
+        0 on a CPU.
     """
     if qdata.device.type != "cuda":
         return 0
-    key = (qdata.shape[0], in_features, fmt, str(qdata.device))
+    key = (qdata.shape[0], in_features, fmt, str(qdata.device), made)
     if key not in _CROSSOVERS:
+        settings = {"fmt": fmt, "in_features": in_features, "made": made}
         with torch.cuda.device(qdata.device):
-            _CROSSOVERS[key] = _measure_crossover(qdata, scale, outer, dense_weight, fmt=fmt, in_features=in_features)
+            _CROSSOVERS[key] = _measure_crossover(qdata, scale, outer, dense_weight, **settings)  # type: ignore[arg-type]
     return _CROSSOVERS[key]
 
 
 def _measure_crossover(
-    qdata: Tensor, scale: Tensor, outer: Tensor | None, dense_weight: Tensor, *, fmt: str, in_features: int
+    qdata: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    dense_weight: Tensor,
+    *,
+    fmt: str,
+    in_features: int,
+    made: bool,
 ) -> int:
     packed, dense = _copies(qdata, scale), _copies(dense_weight)
+    unpack = functools.partial(dequantize_packed, outer=outer, width=in_features, fmt=fmt, dtype=dense_weight.dtype)
+    making_seconds = _seconds([functools.partial(unpack, *weight) for weight in packed]) if made else 0.0
     best = 0
-    for tokens in (8, 16, 32, 64, 128):
+    for tokens in (8, 16, 32, 64, 128, *((256,) if made else ())):
         x = torch.randn(tokens, in_features, dtype=dense_weight.dtype, device=qdata.device)
         xp = permute_activations_triton(x)
         linear = functools.partial(fp4_linear_triton, xp, outer=outer, bias=None, in_features=in_features, fmt=fmt)
@@ -416,7 +435,7 @@ def _measure_crossover(
         splits = launch_plan(tokens, qdata.shape[0], in_features, qdata.device)[1]
         extra_bytes = (4 * splits - 2) * tokens * qdata.shape[0]
         seconds += extra_bytes * dense_seconds / dense_weight.nbytes  # at the rate at which BF16 streams its weights
-        if seconds > dense_seconds:
+        if seconds > making_seconds + dense_seconds:
             break
         best = tokens
     return best

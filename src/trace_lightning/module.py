@@ -34,10 +34,12 @@ from trace_lightning.metrics import (
     inner_step_metrics,
 )
 from trace_lightning.metrics.tally import RankMeans
+from trace_lightning.models.lora import LoraConfig, base_checksum, check_base, import_peft
 from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.guidance import Key, MismatchCounts
+from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.ranks import together
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.clipped_losses import GRPO
@@ -79,6 +81,7 @@ class PolicyModule(pl.LightningModule):
         max_tokens_per_microbatch: padded tokens per forward pass; lower it when memory is short.
         attention: attention implementation of transformers for training.
         gradient_checkpointing: recompute activations in the backward pass.
+        lora: train low-rank adapters over a frozen base instead of all weights; default none.
 
     Raises:
         ValueError: if the model cannot be found, or an argument is out of range.
@@ -104,6 +107,7 @@ class PolicyModule(pl.LightningModule):
         max_tokens_per_microbatch: int = 16384,
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__()
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -132,6 +136,10 @@ class PolicyModule(pl.LightningModule):
         self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
+        self.lora: LoraConfig | None = from_plain(lora)
+        if self.lora is not None:
+            self.lora.check(self.recipe)
+            import_peft()
         self.tokenizer = load_tokenizer(path)
         config = AutoConfig.from_pretrained(resolve_model_path(path))
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
@@ -156,14 +164,18 @@ class PolicyModule(pl.LightningModule):
             )
 
     def configure_model(self) -> None:
-        """Load the policy once, in FP32 masters."""
+        """Load the policy once, in FP32 masters; a frozen one in the precision it computes in."""
         if self.policy is None:
+            frozen = self.lora is not None and self._trainer is not None
+            narrow = frozen and str(self.trainer.precision).startswith("bf16")
             self.policy = load_policy(
                 self.path,
                 self.recipe,
-                dtype=torch.float32,
+                dtype=torch.bfloat16 if narrow else torch.float32,
                 attention=self.attention,
                 gradient_checkpointing=self.gradient_checkpointing,
+                lora=self.lora,
+                device=self.trainer.strategy.root_device if frozen else None,
             )
             self.shard()
 
@@ -172,10 +184,24 @@ class PolicyModule(pl.LightningModule):
         if self.device_mesh is not None and self.policy is not None:
             shard_policy(self.policy, self.device_mesh["data_parallel"])
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Of a policy with adapters keep these alone, and a note of what they were trained over."""
+        if self.lora is not None and self.policy is not None:
+            kept = {f"policy.{name}" for name in adapter_parameters(self.policy)}
+            checkpoint["state_dict"] = {key: t for key, t in checkpoint["state_dict"].items() if key in kept}
+            checkpoint["lora_base"] = {"path": self.path, "checksum": base_checksum(self.policy)}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model, on every rank."""
-        if "state_dict" in checkpoint and self._trainer is not None:
+        """Refuse a checkpoint of another model, or of adapters over another base, on every rank."""
+        if "state_dict" not in checkpoint:
+            return
+        if self._trainer is not None:
             self.check_weights(checkpoint["state_dict"])
+        if self.lora is not None and self.policy is not None:
+            with nullcontext() if self._trainer is None else together(self.trainer):
+                check_base(self.policy, self.path, checkpoint["lora_base"])
+            frozen = self.state_dict()  # which Lightning looks for in what it loads
+            checkpoint["state_dict"] = frozen | checkpoint["state_dict"]
 
     def check_weights(self, stored: Mapping[str, Tensor]) -> None:
         """Raise on every rank if these weights, of a checkpoint, are another model's."""
@@ -228,7 +254,7 @@ class PolicyModule(pl.LightningModule):
     def trainer(self, trainer: pl.Trainer | None) -> None:
         # On attaching, because Lightning's own complaint, which comes next, cannot name our arguments.
         if trainer is not None:
-            _check_trainer(trainer)
+            _check_trainer(trainer, self.lora)
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -472,7 +498,7 @@ class PolicyModule(pl.LightningModule):
         ]
 
 
-def _check_trainer(trainer: pl.Trainer) -> None:
+def _check_trainer(trainer: pl.Trainer, lora: LoraConfig | None) -> None:
     """Refuse strategies that are not supported and flags that manual optimisation would not honour."""
     if str(trainer.precision) == "16-mixed":
         raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
@@ -483,4 +509,4 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             "trainer.accumulate_grad_batches is not used here: a rollout is cut by model.max_tokens_per_microbatch, "
             "and its size is data.batch_size x rollout.num_generations"
         )
-    check_strategy(trainer)
+    check_strategy(trainer, adapters=lora is not None)

@@ -49,13 +49,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
 
-def check_strategy(trainer: pl.Trainer) -> None:
+def check_strategy(trainer: pl.Trainer, *, adapters: bool = False) -> None:
     """Refuse what this library cannot run or resume.
 
     Raises:
-        ValueError: tensor parallelism, or checkpoints as folders of shards.
+        ValueError: tensor parallelism, checkpoints as folders of shards, or a frozen base cut over ranks.
     """
     strategy = trainer.strategy
+    if adapters and isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(
+            "model.lora holds its base packed and frozen, which trainer.strategy=fsdp2 cannot cut over ranks: use "
+            "trainer.strategy=ddp, where each rank holds a copy and only adapters have gradients and optimizer states"
+        )
     if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
         return
     if strategy._tensor_parallel_size != 1 or strategy._save_distributed_checkpoint:

@@ -31,7 +31,9 @@ from trace_lightning.estimate.memory import (
 )
 from trace_lightning.estimate.plan import Plan
 from trace_lightning.estimate.speed import Span, decode_parts, phases, rows_side_by_side, speedups, total, train
+from trace_lightning.models.lora import LoraConfig, install_lora
 from trace_lightning.models.policy import final_hidden, set_gradient_checkpointing
+from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.types import GuidanceConfig, Problem, Prompt, QuantRecipe, SamplingParams
@@ -200,8 +202,10 @@ class TestAgainstTheEngine:
 def kept_by_autograd(plan: Plan, tokens: int) -> int:
     """Bytes of distinct tensors that a trainer's forward saves, parameters not counted."""
     mixed = plan.master_bytes == 4
-    model = make_model(plan.shape, None, CPU).to(torch.float32 if mixed else torch.bfloat16).train()
+    model = make_model(plan.shape, None, CPU).to(torch.float32 if plan.stream_bytes == 4 else torch.bfloat16).train()
     install_qat(model, plan.recipe.trained)
+    if plan.lora_rank:
+        install_lora(model, LoraConfig(rank=plan.lora_rank, rollout=plan.lora_rollout), plan.recipe)
     set_gradient_checkpointing(model, plan.gradient_checkpointing)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, torch.Tensor] = {}
@@ -217,11 +221,88 @@ def kept_by_autograd(plan: Plan, tokens: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
 
+class TestAdapters:
+    """qwen3-1.7b at rank 16: what both sides hold, counted by hand and against what engine and trainer have."""
+
+    def test_by_hand(self):
+        found = sizes(plan := make_plan("qwen3-1.7b", lora_rank=16))
+        linears, head = 28 * (2048 * 128 * 48 + 3 * 2048 * 6144), 151936 * 2048
+        adapters = 28 * 16 * ((2048 + 2048) + 2 * (2048 + 1024) + (2048 + 2048) + 3 * (2048 + 6144))
+        assert plan.trained_params == adapters
+        assert found["frozen base"] == 0.5625 * linears + 2 * head
+        assert found["adapters"] == found["gradients"] == found["AdamW moments"] / 2 == 4 * adapters
+        assert found["weight copies, BF16"] == found["snapshot, a linear unpacked"] == 2 * 2048 * 2 * 6144
+        assert not [name for name in found if name.startswith("snapshot, BF16") or "reference" in name]
+        merged = sizes(dataclasses.replace(plan, lora_rollout="merged", reference="bf16"))
+        assert merged["frozen base"] == 2 * (linears + head)
+        assert merged["snapshot, packed linears"] == 0.5625 * linears
+        assert not any("reference" in name for name in merged)
+
+    @pytest.mark.parametrize("recipe", ["bf16", "w4a16kv4", "w4a16kv4-mxfp4"])
+    def test_engine_and_policy(self, recipe):
+        plan = make_plan(recipe=recipe, lora_rank=8)
+        model = make_model(plan.shape, None, CPU)
+        install_qat(model, plan.recipe.trained)
+        install_lora(model, LoraConfig(rank=8), plan.recipe)
+        engine = LocalEngine()
+        engine.setup(model, NoTokenizer(), plan.recipe, dtype=torch.bfloat16)
+        linears = [linear for layer in engine.decoder.layers for linear in layer.linears]
+        assert sum(linear.a.nbytes + linear.b.nbytes for linear in linears) == kept_snapshot(plan)
+        bases = [linear.base for linear in linears]
+        held = sum(
+            sum(t.nbytes for name, t in base.packed_tensors().items() if name != "outer_scale")
+            if isinstance(base, PackedFP4Tensor)
+            else base.nbytes
+            for base in bases
+        )
+        assert held + model.get_input_embeddings().weight.nbytes == sizes(plan)["frozen base"]
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == plan.trained_params
+
+    def test_a_config_is_read(self, tmp_path):
+        content = {"model": {"path": "builtin:tiny-qwen3", "lora": {"rollout": "merged"}}}
+        (tmp_path / "lora.yaml").write_text(yaml.safe_dump(content))
+        found = read_config(tmp_path / "lora.yaml")
+        assert (found["lora_rank"], found["lora_rollout"]) == (16, "merged")
+        with pytest.raises(ValueError, match="adapter, merged"):
+            make_plan(lora_rank=4, lora_rollout="both")
+
+    def test_a_step_costs_less(self):
+        full, adapted = make_plan("qwen3-1.7b"), make_plan("qwen3-1.7b", lora_rank=16)
+        assert train(adapted)["train"].slow < 0.8 * train(full)["train"].slow
+        assert train(adapted)["optimizer"].slow < 0.02 * train(full)["optimizer"].slow
+        before, after = (total(decode_parts(plan, plan.recipe, 64, 8192)) for plan in (full, adapted))
+        assert after.fast > before.fast
+        assert max(peaks(adapted).values()) < 0.75 * max(peaks(full).values())
+
+    def test_the_table_of_sizes(self, monkeypatch, capsys, tmp_path):
+        """A dash where full training does not fit and adapters do; more memory never holds fewer sequences."""
+        batch = ["--prompts", "8", "--new_tokens", "1024", "--gradient_checkpointing", "--store", "host"]
+        arguments = ["--lora_rank", "16", "--sizes", "24", "80", "--json", str(tmp_path / "sizes.json"), *batch]
+        monkeypatch.setattr(sys, "argv", ["trace-fit", "estimate", *arguments])
+        main()
+        lines = [line for line in capsys.readouterr().out.splitlines() if "qwen3-8b" in line]
+        assert len(lines) == 2
+        assert [cell.strip() for cell in lines[0].split("│")[3:5]] == ["-", "-"]
+        (rows,) = json.loads((tmp_path / "sizes.json").read_text())["recipes"].values()
+        assert len(rows) == 8
+        for row in rows:
+            small, large = row["sizes"]
+            assert small["sequences"] <= large["sequences"]
+            assert small["fits"] <= large["fits"]
+        assert rows[-1]["sizes"][1]["fits"]
+
+
 class TestActivations:
     @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
     @pytest.mark.parametrize("recipe", ["bf16", "w4a16kv4", "w4a4kv4"])
     def test_a_layer_keeps_so_many_bytes_per_token(self, precision, recipe):
         plan = make_plan(recipe=recipe, precision=precision)
+        assert self.per_layer(plan) == layer_bytes(plan)
+
+    @pytest.mark.parametrize("rollout", ["adapter", "merged"])
+    @pytest.mark.parametrize("recipe", ["bf16", "w4a16kv4", "w4a4kv4"])
+    def test_with_adapters_it_keeps_less(self, recipe, rollout):
+        plan = make_plan(recipe=recipe, lora_rank=8, lora_rollout=rollout)
         assert self.per_layer(plan) == layer_bytes(plan)
 
     @pytest.mark.parametrize(("precision", "width"), [("bf16-mixed", 4), ("bf16-true", 2)])

@@ -80,3 +80,14 @@ def test_untied_heads_frozen_parts_recomputation_and_the_other_decoder(tmp_path)
     left = run(tmp_path / "runs", "hard", str(path), "fsdp2", "ddp")
     check_same(left["one"][0], left["fsdp2"])
     check_same(left["one"][0], left["ddp"])
+
+
+def test_adapters_over_a_base_that_each_rank_holds(tmp_path) -> None:
+    """DDP sums the gradients of A and B alone, and syncs them; nothing of the base moves."""
+    left = run(tmp_path, "lora", "builtin:tiny-qwen3", "ddp")
+    check_same(left["one"][0], left["ddp"])
+    state = left["one"][0]["state"]
+    moved = {name for name, value in state.items() if name.endswith("lora_B") and value.abs().max() > 100 * TOLERANCE}
+    assert len(moved) == 14
+    start = tiny_start()
+    assert all(torch.equal(value, start[name]) for name, value in state.items() if name in start)

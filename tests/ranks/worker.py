@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import tiny
 from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
+from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.sharding import Weights, shard_policy, whole
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.engine import LocalEngine
@@ -128,6 +129,7 @@ VARIANTS: dict[str, tuple[type[PolicyModule], dict[str, Any], dict[str, Any]]] =
     "plain": (Sgd, {}, {}),
     # Another decoder, an untied head, frozen parameters, recomputed layers.
     "hard": (PartlyFrozen, {"gradient_checkpointing": True}, {"engine": LocalEngine(decoder="hf")}),
+    "lora": (Sgd, {"lora": LoraConfig(rank=4)}, {}),
 }
 
 

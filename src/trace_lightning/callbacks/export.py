@@ -2,8 +2,8 @@
 
 The trainer's rounding is a matter of the run, not of the weights: what is saved is the plain model, in the FP32 of the
 masters (BF16 would move some weights onto other FP4 codes), with its tokenizer and generation config. It loads with
-`AutoModelForCausalLM`, as `--model.path`, and in any program that reads such directories. Quantised checkpoints are
-left to an export of their own.
+`AutoModelForCausalLM`, as `--model.path`, and in any program that reads such directories. Under LoRA it is the adapter
+in peft's format. Quantised checkpoints are left to an export of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from lightning.pytorch.callbacks import Callback
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_lightning.callbacks.folder import run_folder, stopped_by_user
+from trace_lightning.models.lora import save_adapter
+from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, whole_copy
+from trace_lightning.quantization.lora import lora_state
 from trace_lightning.ranks import is_joint
 
 
@@ -65,19 +68,25 @@ class HFExport(Callback):
             return
         policy = whole_copy(module.policy, keep=trainer.is_global_zero) if is_sharded(module.policy) else module.policy
         if trainer.is_global_zero:
-            export_policy(policy, module.tokenizer, self._folder / self.dirname)
+            export_policy(policy, module.tokenizer, self._folder / self.dirname, base=module.path)
 
 
-def export_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def export_policy(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, *, base: str | None = None
+) -> None:
     """Write model, generation config and tokenizer into `directory`, which is replaced as a whole.
 
+    Of a policy with adapters these take the model's place, in peft's format, with `base` as the path they belong to.
     The files are complete before the directory gets its name, so a run killed here leaves the old one or the new one.
     """
     part = directory.with_name(f"{directory.name}.part")
     old = directory.with_name(f"{directory.name}.old")
     for leftover in (part, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    policy.save_pretrained(part)
+    if lora_state(policy) is None:
+        policy.save_pretrained(part)
+    else:
+        save_adapter(policy, part, str(policy.config.name_or_path if base is None else resolve_model_path(base)))
     tokenizer.save_pretrained(part)
     if directory.exists():
         directory.rename(old)

@@ -16,8 +16,10 @@ from rich.console import Console
 from trace_lightning.bench.roofline import FORMATS, find_format
 from trace_lightning.bench.shapes import SHAPES, read_shape
 from trace_lightning.estimate.cards import CARDS, find_card
-from trace_lightning.estimate.plan import PRECISIONS, REFERENCES, Plan
+from trace_lightning.estimate.ladder import ladder, ladder_table
+from trace_lightning.estimate.plan import LORA_ROLLOUTS, PRECISIONS, REFERENCES, Plan
 from trace_lightning.estimate.report import ASSUMPTIONS, as_json, facts, tables
+from trace_lightning.models.lora import LoraConfig
 from trace_lightning.types import FP4, GuidanceConfig, QuantRecipe
 
 _WIDTH = 150  # of tables that go to a file
@@ -33,6 +35,7 @@ _FROM_CONFIG = {  # option -> where a config has it
     **{name: f"model.{name}" for name in ("num_iterations", "num_minibatches")},
     **{name: f"rollout.engine.init_args.{name}" for name in ("memory_fraction", "max_num_seqs", "kv_cache_tokens")},
     **{name: f"rollout.engine.init_args.{name}" for name in ("page_size", "decode_window", "prefill_tokens")},
+    **{f"lora_{name}": f"model.lora.{name}" for name in ("rank", "rollout")},
     "keep_snapshot": "rollout.engine.init_args.keep_snapshot",
 }
 
@@ -61,10 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory_fraction", type=float, metavar="X", help="of free memory for K and V (default 0.4)")
     parser.add_argument("--precision", help=f"{' or '.join(PRECISIONS)} (default {PRECISIONS[0]})")
     parser.add_argument("--reference", help=f"of a KL term: {', '.join(REFERENCES)} (default none)")
+    parser.add_argument(
+        "--lora_rank", type=int, metavar="N", help="adapters of this rank on all linears (default none)"
+    )
+    parser.add_argument("--lora_rollout", help=f"{' or '.join(LORA_ROLLOUTS)} (default {LORA_ROLLOUTS[0]})")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument(
         "--release_snapshot", dest="keep_snapshot", action="store_false", help="engine.keep_snapshot=false"
     )
+    parser.add_argument("--sizes", type=float, nargs="+", metavar="GB", help="which shapes fit cards of this memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     return parser
 
@@ -90,6 +98,8 @@ def read_config(path: Path) -> dict[str, Any]:
         found.pop("gpus")  # `auto`: whatever the machine has
     if find("model.loss.init_args.beta"):
         found["reference"] = find("model.reference.dtype") or "bf16"
+    if find("model.lora") is not None:
+        found.setdefault("lora_rank", LoraConfig().rank)
     found["prompts"] = (find("data.batch_size") or 16) * found.get("gpus", 1)
     found.setdefault("samples", 8)  # the defaults of Rollout and of SamplingParams
     found.setdefault("new_tokens", 256)
@@ -129,7 +139,10 @@ def plans(arguments: list[str]) -> tuple[list[Plan], Path | None]:
     Raises:
         ValueError: anything unknown or out of range.
     """
-    given = vars(_parser().parse_args(arguments))
+    return _plans(vars(_parser().parse_args(arguments)))
+
+
+def _plans(given: dict[str, Any]) -> tuple[list[Plan], Path | None]:
     config = read_config(given.pop("config")) if "config" in given else {}
     recipes = _recipes(
         given.pop("recipe", None), config.pop("recipe", None), given.pop("guidance", None), given.pop("store", None)
@@ -151,9 +164,14 @@ def main(arguments: list[str]) -> None:
     Raises:
         ValueError: see `plans`.
     """
-    wanted, path = plans(arguments)
+    given = vars(_parser().parse_args(arguments))
+    sizes = given.pop("sizes", None)
+    wanted, path = _plans(given)
+    console, command = Console(width=None if sys.stdout.isatty() else _WIDTH), ["trace-fit", "estimate", *arguments]
+    if sizes is not None:
+        _print_ladders(console, wanted[1:], sizes, path, shlex.join(command))
+        return
     columns = [facts(wanted[0], plan) for plan in wanted]
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for table in tables(wanted[0], columns):
         console.print(table)
     for column in columns[1:]:
@@ -163,8 +181,21 @@ def main(arguments: list[str]) -> None:
         if plan.recipe.exclude or plan.recipe.bf16_layers:
             console.print("recipe.exclude and recipe.bf16_layers: their linears and K/V are counted as quantised.")
     console.print(ASSUMPTIONS, style="dim", highlight=False)
+    _write(console, path, as_json(wanted[0], columns, shlex.join(command)))
+
+
+def _print_ladders(console: Console, wanted: list[Plan], sizes: list[float], path: Path | None, command: str) -> None:
+    if min(sizes) <= 0:
+        raise ValueError(f"--sizes {min(sizes):g}: give gigabytes above 0")
+    found = {plan.recipe.label: ladder(plan, sizes) for plan in wanted}
+    for plan in wanted:
+        console.print(ladder_table(plan, found[plan.recipe.label]))
+    console.print(ASSUMPTIONS, style="dim", highlight=False)
+    _write(console, path, {"command": command, "recipes": found, "assumptions": ASSUMPTIONS})
+
+
+def _write(console: Console, path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["trace-fit", "estimate", *arguments])
-        path.write_text(json.dumps(as_json(wanted[0], columns, command), indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n")
         console.print(f"written: {path}")

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
+from trace_lightning.estimate.adapters import base_bytes, largest_linear, rollout_adapter_bytes
 from trace_lightning.estimate.plan import Plan
 from trace_lightning.quantization.recorder import GuidanceRecorder, RowLayout
+from trace_lightning.types import FP4
 
 PHASES = ("rollout", "train", "step")
 CONTEXT_BYTES = 1.5e9  # assumed: CUDA context, libraries' workspaces
+LINEARS_PER_LAYER = 7
 _CHUNK = 1024  # rows of `token_logprobs` whose logits exist at one time
 _ROW_GROWTH = 1.25  # the recorder makes room for 5/4 of the rows of the rollout before
 
@@ -47,10 +50,13 @@ def layer_bytes(plan: Plan) -> int:
     """
     shape = plan.shape
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    stream = (26 if plan.master_bytes == 4 else 16) * shape.hidden
+    # The gain of a frozen norm needs no gradient, so nothing is kept for it: four numbers in BF16.
+    normalised = 2 * (2 * shape.hidden + queries + keys) if plan.lora_rank else 0
+    stream = (26 if plan.stream_bytes == 4 else 16) * shape.hidden - normalised
     rounded = 2 * queries if plan.recipe.trained.activations != "none" else 0
     statistics = 4 * (2 + 2 * shape.heads + shape.kv_heads)
-    return stream + 10 * (queries + keys) + 8 * shape.intermediate + statistics + rounded
+    low_rank = 2 * plan.lora_rank * LINEARS_PER_LAYER if plan.shares_base else 0
+    return stream + 10 * (queries + keys) + 8 * shape.intermediate + statistics + rounded + low_rank
 
 
 def microbatch_tokens(plan: Plan) -> int:
@@ -60,25 +66,53 @@ def microbatch_tokens(plan: Plan) -> int:
 
 
 def reference_bytes(plan: Plan) -> int:
-    """The frozen model of a KL term: BF16, or FP8 linears (their scales, one per row, left out)."""
+    """The frozen model of a KL term: BF16, or FP8 linears (scales left out); with adapters it is the base itself."""
     shape = plan.shape
+    if plan.lora_rank:
+        return 0
     return {"none": 0, "bf16": 2 * shape.params, "fp8": 2 * shape.params - shape.linear_params}[plan.reference]
 
 
 def trainer_items(plan: Plan) -> Iterator[Item]:
     """Masters, gradients and AdamW's moments, and what a micro-batch adds."""
-    shape, params, width = plan.shape, plan.shape.params, plan.master_bytes
-    yield Item("master weights", "trainer", params * width)
+    params, width = plan.trained_params, plan.master_bytes
+    if plan.lora_rank:
+        yield Item("frozen base", "both" if plan.shares_base else "trainer", frozen_bytes(plan))
+    yield Item("adapters" if plan.lora_rank else "master weights", "trainer", params * width)
     yield Item("gradients", "trainer", params * width)
     if plan.gpus > 1:
         yield Item("DDP buckets", "trainer", params * width)
     yield Item("AdamW moments", "trainer", 2 * params * width)
     yield Item("AdamW temporary", "trainer", params * width, ("step",))
-    if plan.reference != "none":
+    if reference_bytes(plan):
         yield Item(f"reference, {plan.reference.upper()}", "trainer", reference_bytes(plan))
-    mixed = width == 4
-    copied = shape.linear_params if mixed or plan.recipe.trained.weights != "none" else 0
-    yield Item("weight copies, BF16", "trainer", 2 * (copied + (shape.head_params if mixed else 0)), ("train",))
+    yield Item("weight copies, BF16", "trainer", copied_bytes(plan), ("train",))
+    yield from _microbatch_items(plan)
+
+
+def frozen_bytes(plan: Plan) -> float:
+    """What LoRA does not train: linears packed or in BF16, embedding and head in BF16."""
+    linears = base_bytes(plan) if plan.shares_base else 2 * plan.shape.linear_params
+    return linears + 2 * (plan.shape.params - plan.shape.linear_params)
+
+
+def copied_bytes(plan: Plan) -> float:
+    """BF16 weights that the trainer makes for its matmuls, and how long it keeps them.
+
+    Autocast and the quantiser keep one of every weight for a step. A shared base is unpacked a linear at a time; under
+    merged adapters one linear at a time is FP32 twice, the merged weight and its gradient.
+    """
+    shape, mixed = plan.shape, plan.master_bytes == 4
+    if plan.shares_base:
+        return 2.0 * largest_linear(shape) if plan.recipe.weights in FP4 else 0.0
+    kept = 2 * shape.linear_params if mixed or plan.recipe.trained.weights != "none" else 0
+    if plan.lora_rank:
+        return kept + 8.0 * largest_linear(shape)
+    return kept + (2 * shape.head_params if mixed else 0)
+
+
+def _microbatch_items(plan: Plan) -> Iterator[Item]:
+    shape, width = plan.shape, plan.stream_bytes
     tokens, one = microbatch_tokens(plan), layer_bytes(plan)
     layers = one + shape.layers * width * shape.hidden if plan.gradient_checkpointing else one * shape.layers
     yield Item("activations kept", "trainer", tokens * (layers + 4 * width * shape.hidden), ("train",))
@@ -86,12 +120,18 @@ def trainer_items(plan: Plan) -> Iterator[Item]:
     widest = max(shape.intermediate, shape.heads * shape.head_dim)
     yield Item("activations in work", "trainer", tokens * 16 * widest, ("train",))
     # Backward of a chunk: BF16 logits, FP32 log-probs and three FP32 gradients of them, and the head's own gradient.
-    yield Item("logits of a chunk", "trainer", 18 * _CHUNK * shape.vocab + width * shape.head_params, ("train",))
+    gradient = 0 if plan.lora_rank else plan.master_bytes * shape.head_params
+    yield Item("logits of a chunk", "trainer", 18 * _CHUNK * shape.vocab + gradient, ("train",))
 
 
 def kept_snapshot(plan: Plan) -> float:
-    """`snapshot_bytes`, and what FP32 masters add: an FP32 embedding, which a tied head cannot share."""
-    extra = plan.shape.head_params * (4 if plan.shape.tied else 2) if plan.master_bytes == 4 else 0
+    """`snapshot_bytes`, and what FP32 masters add: an FP32 embedding, which a tied head cannot share.
+
+    Over a shared base there are the adapters alone.
+    """
+    if plan.shares_base:
+        return rollout_adapter_bytes(plan)
+    extra = plan.shape.head_params * (4 if plan.shape.tied else 2) if plan.stream_bytes == 4 else 0
     return snapshot_bytes(plan.shape, plan.recipe) + extra
 
 
@@ -101,7 +141,8 @@ def pool_bytes(plan: Plan) -> float:
     if plan.kv_cache_tokens:
         return per_token * plan.kv_cache_tokens
     wanted = (rows + min(plan.own_prompts, rows)) * (plan.longest + plan.page_size)
-    held = plan.shape.params * plan.master_bytes * (1 if plan.keep_snapshot else 4) + reference_bytes(plan)
+    held: float = plan.trained_params * plan.master_bytes * (1 if plan.keep_snapshot else 4) + reference_bytes(plan)
+    held += frozen_bytes(plan) if plan.lora_rank else 0
     free = plan.card.memory - CONTEXT_BYTES - held - kept_snapshot(plan)
     return min(wanted * per_token, max(0.0, free) * plan.memory_fraction)
 
@@ -125,12 +166,9 @@ def record_tokens(plan: Plan, new_tokens: int) -> int:
 
 def rollout_items(plan: Plan) -> Iterator[Item]:
     """Snapshot, KV pool, the engine's state, and the record; the last on the card or on the host."""
-    shape, recipe = plan.shape, plan.recipe
+    shape = plan.shape
     kept = PHASES if plan.keep_snapshot else ("rollout",)
-    small = kept_snapshot(plan) - snapshot_bytes(shape, recipe) + 2 * (shape.params - shape.linear_params)
-    yield Item("snapshot, BF16 linears", "rollout", 2 * shape.linear_params, kept)
-    yield Item("snapshot, packed linears", "rollout", snapshot_bytes(shape, recipe) - 2 * shape.params, kept)
-    yield Item("snapshot, embedding and head", "rollout", small, kept)
+    yield from _snapshot_items(plan, kept)
     yield Item("KV pool", "rollout", pool_bytes(plan), kept)
     rows = min(plan.sequences, plan.max_num_seqs)
     pages = -(-plan.longest // plan.page_size)
@@ -141,6 +179,19 @@ def rollout_items(plan: Plan) -> Iterator[Item]:
     work = max(fed * (6 * shape.hidden + 4 * queries + 4 * keys + 6 * shape.intermediate), 6 * rows * shape.vocab)
     yield Item("prefill or logits in work", "rollout", work, ("rollout",))
     yield from _record_items(plan, rows, kept)
+
+
+def _snapshot_items(plan: Plan, kept: tuple[str, ...]) -> Iterator[Item]:
+    shape, recipe = plan.shape, plan.recipe
+    if plan.shares_base:
+        yield Item("snapshot, adapters", "rollout", kept_snapshot(plan), kept)
+        if recipe.weights in FP4:
+            yield Item("snapshot, a linear unpacked", "rollout", 2 * largest_linear(shape), ("rollout",))
+        return
+    small = kept_snapshot(plan) - snapshot_bytes(shape, recipe) + 2 * (shape.params - shape.linear_params)
+    yield Item("snapshot, BF16 linears", "rollout", 2 * shape.linear_params, kept)
+    yield Item("snapshot, packed linears", "rollout", snapshot_bytes(shape, recipe) - 2 * shape.params, kept)
+    yield Item("snapshot, embedding and head", "rollout", small, kept)
 
 
 def _record_items(plan: Plan, rows: int, kept: tuple[str, ...]) -> Iterator[Item]:

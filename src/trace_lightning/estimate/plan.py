@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trace_kernels import get_format
 from trace_lightning.bench.shapes import ModelShape
+from trace_lightning.estimate.adapters import adapter_params
 from trace_lightning.estimate.cards import Card
 from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.recorder import SiteShape
@@ -13,6 +14,7 @@ from trace_lightning.types import SITES, QuantRecipe
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
 REFERENCES = ("none", "bf16", "fp8")
+LORA_ROLLOUTS = ("adapter", "merged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class Plan:
     prefill_tokens: int = 8192
     keep_snapshot: bool = True
     reference: str = "none"  # of a KL term, see `model.reference`
+    lora_rank: int = 0  # 0 trains all weights
+    lora_rollout: str = "adapter"
 
     def __post_init__(self) -> None:
         for name in ("gpus", "prompts", "samples", "prompt_length", "new_tokens", "max_tokens_per_microbatch"):
@@ -63,14 +67,22 @@ class Plan:
             raise ValueError(
                 f"--mean_new_tokens {self.mean_new_tokens} exceeds --new_tokens {self.new_tokens}, or is < 0"
             )
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"--precision {self.precision!r}: estimates know {', '.join(PRECISIONS)}")
-        if self.reference not in REFERENCES:
-            raise ValueError(f"--reference {self.reference!r}: expected {', '.join(REFERENCES)}")
+        self._check_choices()
         if self.longest > self.shape.max_positions:
             raise ValueError(
                 f"{self.prompt_length} + {self.new_tokens} tokens exceed the context of {self.model}, "
                 f"{self.shape.max_positions}: lower --prompt_length or --new_tokens"
+            )
+
+    def _check_choices(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"--precision {self.precision!r}: estimates know {', '.join(PRECISIONS)}")
+        if self.reference not in REFERENCES:
+            raise ValueError(f"--reference {self.reference!r}: expected {', '.join(REFERENCES)}")
+        if self.lora_rank < 0 or self.lora_rollout not in LORA_ROLLOUTS:
+            raise ValueError(
+                f"--lora_rank {self.lora_rank} --lora_rollout {self.lora_rollout}: expected a rank of 0 (all weights "
+                f"are trained) or more, and one of {', '.join(LORA_ROLLOUTS)}"
             )
 
     @property
@@ -97,6 +109,21 @@ class Plan:
     def master_bytes(self) -> int:
         """Bytes of a master weight, of its gradient, and of each of AdamW's two moments."""
         return 4 if self.precision == "bf16-mixed" else 2
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of a number between the layers: as the masters, or BF16 like a frozen model's weights."""
+        return 2 if self.lora_rank else self.master_bytes
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether trainer and rollout hold one set of linears."""
+        return self.lora_rank > 0 and self.lora_rollout == "adapter"
+
+    @property
+    def trained_params(self) -> int:
+        """Parameters with a gradient."""
+        return adapter_params(self.shape, self.lora_rank) if self.lora_rank else self.shape.params
 
     @property
     def guided_sites(self) -> dict[Key, SiteShape]:

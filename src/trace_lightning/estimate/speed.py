@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trace_lightning.bench.roofline import decode_cost, prefill_operations
-from trace_lightning.estimate.memory import fit, kept_snapshot
+from trace_lightning.estimate.adapters import decode_seconds, unpacking_seconds
+from trace_lightning.estimate.memory import fit, kept_snapshot, microbatch_tokens
 from trace_lightning.estimate.plan import Plan
 from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS
 from trace_lightning.types import FP4, QuantRecipe
@@ -61,6 +62,10 @@ def decode_parts(plan: Plan, recipe: QuantRecipe, rows: int, context: float, sam
         packed = _at(cost.linears.seconds(limits), PACKED_LINEARS) if rows <= PACKED_ROWS else linears
         gain = 1.0 if rows <= PACKED_ROWS else PACKED_GAIN
         linears = Span(min(packed.fast / gain, linears.fast), min(packed.slow, linears.slow))  # it takes the faster one
+    if plan.shares_base:
+        fast, slow = decode_seconds(plan)
+        unpacking = unpacking_seconds(plan) if rows > PACKED_ROWS and recipe.weights in FP4 else 0.0
+        linears += Span(fast, slow + unpacking)  # at best codes are read where a copy would have been
     attention = _at(cost.attention.seconds(limits), ATTENTION[recipe.kv_cache])
     rest = Span(*REST[bool({recipe.weights, recipe.activations, recipe.kv_cache} & set(FP4))]) * shape.layers
     return {"attention": attention, "linears": linears, "head": _at(cost.head.seconds(limits), HEAD), "rest": rest}
@@ -94,8 +99,10 @@ def rollout(plan: Plan, *, tail: bool) -> dict[str, Span]:
 
 
 def sync(plan: Plan) -> Span:
-    """Masters read, those of NVFP4 linears twice, and the snapshot written."""
+    """Masters read, those of NVFP4 linears twice, and the snapshot written; over a shared base adapters alone."""
     shape = plan.shape
+    if plan.shares_base:
+        return _at((plan.trained_params * plan.master_bytes + kept_snapshot(plan)) / plan.card.limits.bandwidth, SYNC)
     twice = shape.linear_params if plan.recipe.weights == "nvfp4" else 0
     moved = plan.master_bytes * (shape.params + twice) + kept_snapshot(plan)
     return _at(moved / plan.card.limits.bandwidth, SYNC)
@@ -107,18 +114,25 @@ def train(plan: Plan) -> dict[str, Span]:
     Forward once more with checkpointing, and once each for old log-probs and for a reference.
 
     Operations: 2 per weight and token forward, 4 backward; the head, always recomputed, 8 per completion token; causal
-    attention 2 H D T^2 forward per sequence and layer, twice that backward.
+    attention 2 H D T^2 forward per sequence and layer, twice that backward. A frozen weight has no gradient, which
+    saves one product of three; merged adapters have the gradient of the merged weight all the same.
     """
     shape, limits, tokens = plan.shape, plan.card.limits, plan.prompt_length + plan.mean_new
     attention = 2 * shape.heads * shape.head_dim * shape.layers * tokens**2
     forward, head = 2.0 * shape.linear_params * tokens + attention, 2.0 * shape.head_params * plan.mean_new
     once = forward * (4 if plan.gradient_checkpointing else 3) + 4 * head
+    if plan.lora_rank:
+        once -= head + (2.0 * shape.linear_params * tokens if plan.shares_base else 0)
+        once += 6.0 * plan.trained_params * tokens
     scored = (plan.num_iterations * plan.num_minibatches > 1) + (plan.reference != "none")
     operations = plan.sequences * (once * plan.num_iterations + scored * (forward + head))
     updates = plan.num_iterations * plan.num_minibatches
-    touched = 4 * plan.master_bytes * shape.params * updates / limits.bandwidth
+    touched = 4 * plan.master_bytes * plan.trained_params * updates / limits.bandwidth
     fast, slow = OPTIMIZER_PASSES
-    return {"train": _at(operations / limits.matmul_rate, TRAIN), "optimizer": Span(touched * fast, touched * slow)}
+    passes = -(-plan.sequences * plan.longest // microbatch_tokens(plan)) * (3 if plan.gradient_checkpointing else 2)
+    unpacking = unpacking_seconds(plan) * passes * plan.num_iterations
+    training = _at(operations / limits.matmul_rate, TRAIN) + Span(unpacking, 2 * unpacking)
+    return {"train": training, "optimizer": Span(touched * fast, touched * slow)}
 
 
 def phases(plan: Plan) -> dict[str, Span]:

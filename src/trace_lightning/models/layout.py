@@ -49,6 +49,7 @@ class Layout:
 
     layers: tuple[nn.Module, ...]
     groups: tuple[LinearGroup, ...]
+    plain: tuple[LinearGroup, ...]  # sites of a known role that the recipe leaves in high precision
     kept: dict[str, str]  # name of a linear inside the layers -> why it stays in high precision
     quantized_parameters: int
     layer_parameters: int
@@ -96,6 +97,7 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
     wanted = recipe.quantized_layers(len(layers)) if active else range(0)
     kept: dict[str, str] = {}
     found: dict[tuple[int, str, str], list[tuple[str, nn.Linear]]] = {}
+    plain: dict[tuple[int, str, str], list[tuple[str, nn.Linear]]] = {}
     unmatched = set(recipe.exclude)
     for index, layer in enumerate(layers):
         for local, module in layer.named_modules():
@@ -105,10 +107,12 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
             hits = {pattern for pattern in recipe.exclude if re.search(pattern, name)}
             unmatched -= hits
             role = None if _ROUTER.search(local) else _role(local)
-            if not active or hits or role is None or index not in wanted:
+            chosen = active and not hits and role is not None and index in wanted
+            if not chosen:
                 kept[name] = _why(active, bool(hits), role, local)
-                continue
-            found.setdefault((index, role, local.rpartition(".")[0]), []).append((name, module))
+            if role is not None:
+                of_site = (index, role, local.rpartition(".")[0])
+                (found if chosen else plain).setdefault(of_site, []).append((name, module))
     # What is never quantised may be named all the same; `lm_head` often is.
     unmatched -= {pattern for pattern in unmatched for name, _ in model.named_modules() if re.search(pattern, name)}
     if unmatched:
@@ -117,13 +121,17 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
             f"recipe.exclude patterns {sorted(unmatched)} match no module of {type(model).__name__}; "
             f"names look like {prefix}.0.{example}"
         )
-    groups = tuple(
+    groups = _groups(found)
+    quantized = sum(m.in_features * m.out_features for group in groups for m in group.linears)
+    matrices = sum(p.numel() for p in layers.parameters() if p.ndim > 1)
+    return Layout(tuple(layers), groups, _groups(plain), kept if active else {}, quantized, matrices)
+
+
+def _groups(found: dict[tuple[int, str, str], list[tuple[str, nn.Linear]]]) -> tuple[LinearGroup, ...]:
+    return tuple(
         LinearGroup(index, site, tuple(n for n, _ in members), tuple(m for _, m in members))
         for (index, site, _), members in found.items()
     )
-    quantized = sum(m.weight.numel() for group in groups for m in group.linears)
-    matrices = sum(p.numel() for p in layers.parameters() if p.ndim > 1)
-    return Layout(tuple(layers), groups, kept if active else {}, quantized, matrices)
 
 
 def _why(active: bool, excluded: bool, role: str | None, local: str) -> str:

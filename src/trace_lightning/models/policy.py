@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trace_lightning.models.lora import LoraConfig, frozen_tensors, install_lora
 from trace_lightning.models.resolve import resolve_model_path
+from trace_lightning.quantization.lora import adapter_parameters, lora_state
+from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import Rounding
 from trace_lightning.types import QuantRecipe
@@ -24,25 +27,42 @@ log = logging.getLogger(__name__)
 
 
 def load_policy(
-    path: str, recipe: QuantRecipe, *, dtype: torch.dtype, attention: str = "sdpa", gradient_checkpointing: bool = False
+    path: str,
+    recipe: QuantRecipe,
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    gradient_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM and install the trainer's side of `recipe`.
+    """Load a causal LM and install the trainer's side of `recipe`, and adapters if asked to.
 
     Args:
         path: `builtin:...`, `prepared:...` or a directory in Hugging Face format.
         recipe: with `trainer=qat` the forward rounds like the rollout; with `qat_weights` it does not round the inputs
             of linears; with `bf16` the model stays as it is.
-        dtype: of the master weights.
+        dtype: of the master weights; with `lora` of what is frozen and not packed.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute the layers in the backward pass.
+        lora: freeze the model and train adapters.
+        device: where a packed base is made; the other weights stay on the CPU.
 
     Raises:
-        ValueError: if the path is not a model, or the recipe does not fit it.
+        ValueError: if the path is not a model, or recipe or adapters do not fit it.
     """
-    model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=dtype)
+    if lora is not None:
+        lora.check(recipe)
+    # A base is packed from what the checkpoint holds: BF16 in between would round twice.
+    stored = "auto" if lora is not None and lora.rollout == "adapter" else dtype
+    model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=stored)
     qat = install_qat(model, recipe.trained, attention=attention)
     if qat.groups:
         log.info("%s: %s", type(model).__name__, qat.layout.report())
+    if lora is not None:
+        install_lora(model, lora, recipe, device=device)
+        _cast_frozen(model, dtype)
+        log.info("LoRA: %s", trainable_report(model))
     _switch_off_dropout(model)
     if gradient_checkpointing:
         set_gradient_checkpointing(model, True)
@@ -62,14 +82,29 @@ def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name
         ValueError: weights that one side lacks, or of another shape.
     """
     there = {key.removeprefix("policy."): tuple(tensor.shape) for key, tensor in stored.items()}
-    here = {key: tuple(tensor.shape) for key, tensor in policy.state_dict().items()}
+    kept: Mapping[str, Tensor] = policy.state_dict() if lora_state(policy) is None else adapter_parameters(policy)
+    here = {key: tuple(tensor.shape) for key, tensor in kept.items()}
     different = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
     if different:
         first = different[0]
         raise ValueError(
             f"the checkpoint is of another model than {name}: {first} has the shape {there.get(first)} there and "
-            f"{here.get(first)} here ({len(different)} weights differ). Resume it with the model.path of its run."
+            f"{here.get(first)} here ({len(different)} weights differ). Resume it with the model.path and model.lora "
+            "of its run."
         )
+
+
+def _cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    for tensor in frozen_tensors(model):
+        if not isinstance(tensor, PackedFP4Tensor):
+            tensor.data = tensor.data.to(dtype)
+
+
+def trainable_report(model: PreTrainedModel) -> str:
+    """How much of the model is trained, in words."""
+    trained = sum(parameter.numel() for parameter in adapter_parameters(model).values())
+    whole = trained + sum(tensor.numel() for tensor in frozen_tensors(model))
+    return f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%})"
 
 
 def _switch_off_dropout(model: PreTrainedModel) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trace_lightning.models.layout import find_decoder_layers
+from trace_lightning.quantization.lora import adapter_parameters, lora_state, merged_names, merged_parts
 
 
 def shard_policy(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -84,17 +85,30 @@ class Weights(Iterable[tuple[str, Tensor]]):
     A plain policy is one part. Of a sharded one each layer is a part, gathered by one collective, and so is each of the
     other parameters. A part is freed when the iterator goes on, so a consumer must have copied it before it asks for
     the next. Iterating is then a collective: every rank has to do it, to the end.
+
+    Of a policy with adapters these are all its weights with the adapters merged, each layer a part; or, where rollout
+    and trainer share the base, the adapters alone.
+
+    Attributes:
+        names: of all tensors.
+        temporary: whether the tensors are made for this purpose, at other addresses each time.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:
-        self.policy = policy
-        self.names = [name for name, _ in policy.named_parameters()]
-        self.is_sharded = is_sharded(policy)
+        self.policy, self.is_sharded = policy, is_sharded(policy)
+        lora = lora_state(policy)
+        self._merged = lora is not None and lora.merged
+        self._own = dict(policy.named_parameters()) if lora is None else adapter_parameters(policy)
+        self.names = merged_names(policy) if self._merged else list(self._own)
+        self.temporary = self.is_sharded or self._merged
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """Detached tensors by name, part by part."""
+        if self._merged:
+            yield from merged_parts(self.policy)
+            return
         if not self.is_sharded:
-            yield {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
+            yield {name: parameter.detach() for name, parameter in self._own.items()}
             return
         seen: set[str] = set()
         prefix, layers = find_decoder_layers(self.policy)

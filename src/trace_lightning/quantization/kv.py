@@ -43,7 +43,14 @@ class KVWeights:
         if input_norm is None or not isinstance(k, nn.Linear) or not isinstance(v, nn.Linear):
             return None
         gains = _gain(input_norm), _gain(getattr(attention, "k_norm", None))
-        return cls(k.weight, v.weight, k.bias, v.bias, *gains, getattr(input_norm, "bias", None))
+        return cls(_weight(k), _weight(v), k.bias, v.bias, *gains, getattr(input_norm, "bias", None))
+
+
+@torch.no_grad()
+def _weight(linear: nn.Linear) -> Tensor:
+    """The weight that K or V come from; that of a `QATLinear` may have an adapter beside it."""
+    merged = getattr(linear, "merged", None)
+    return linear.weight if merged is None else merged()
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from trace_kernels import BlockFormat, Quantized, unpack_codes
+from trace_kernels.block_dequantize import dequantize_packed
 from trace_kernels.block_quantize import quantize_rows, requantize_
 
 aten = torch.ops.aten
@@ -106,6 +107,12 @@ class PackedFP4Tensor(TorchAOBaseTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """High-precision values [N, K] in `dtype` (default: the dtype it was made from)."""
         return self.format.dequantize(self.quantized(), dtype or self.orig_dtype)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """`dequantize` by one kernel on a GPU; for weights of our own packing, whose scales are normal codes."""
+        return dequantize_packed(
+            self.qdata, self.scale, self.outer_scale, width=self.width, fmt=self.format.name, dtype=dtype
+        )
 
     def packed_tensors(self) -> dict[str, Tensor]:
         """The plain tensors to store in safetensors, by field name; `from_packed` takes them back."""

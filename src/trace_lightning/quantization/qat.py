@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class QATGroup:
         self.activations: BlockFormat | None = None  # see QATState.round_inputs_by
         self.residual_share = 0.0
         self.members: list[QATLinear] = []
+        self.base: Tensor | None = None  # rows of all members, frozen and without gradient, under LoRA (lora.py)
         self.cached: dict[int, Tensor] | None = None
         self._input: Tensor | None = None
         self._rounded: Tensor | None = None
@@ -85,16 +86,17 @@ class QATGroup:
     def round_weight(self, linear: QATLinear) -> Tensor:
         """`DQ(Q(W))` under the group's outer scale, with a straight-through gradient."""
         if self.weights is None:
-            return linear.weight
+            merged = linear.merged()  # an own weight stays as it is: autocast keeps the cast ones of a forward
+            return merged if merged is linear.weight else merged.to(_matmul_dtype(linear.weight))
         value = None if self.cached is None else self.cached.get(id(linear))
         if value is None:
             with torch.no_grad():
-                amax = torch.stack([member.weight.abs().amax() for member in self.members]).amax().float()
+                amax = torch.stack([member.merged().abs().amax() for member in self.members]).amax().float()
                 outer = self.weights.outer_from_amax(amax.reshape(1, 1))
-                value = quantized_weight(linear.weight, self.weights, outer).to(_matmul_dtype(linear.weight))
+                value = quantized_weight(linear.merged(), self.weights, outer).to(_matmul_dtype(linear.weight))
             if self.cached is not None:
                 self.cached[id(linear)] = value
-        return straight_through(linear.weight, value)
+        return straight_through(linear.merged(), value)
 
 
 def _matmul_dtype(weight: Tensor) -> torch.dtype:
@@ -117,6 +119,10 @@ class QATLinear(nn.Linear):
         self.weight, self.bias = original.weight, original.bias
         self.group = group
         group.members.append(self)
+
+    def merged(self) -> Tensor:
+        """What the rollout quantises: the weight itself, or under LoRA the weight and its adapter."""
+        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.group.round_input(x), self.group.round_weight(self), self.bias)
@@ -185,6 +191,13 @@ class QATState:
     groups: list[QATGroup] = field(default_factory=list)
     kvs: list[QATKV] = field(default_factory=list)
     states: list[LayerState] = field(default_factory=list)
+
+    def forget_linears(self) -> None:
+        """Let go of the linears that were replaced: under LoRA nobody else holds their weights any more."""
+        groups, plain = (
+            tuple(replace(group, linears=()) for group in found) for found in (self.layout.groups, self.layout.plain)
+        )
+        self.layout = replace(self.layout, groups=groups, plain=plain)
 
     def round_inputs_by(self, recipe: QuantRecipe) -> None:
         """Round the inputs of all linears by `recipe`: a rollout may round them where the trainer does not."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from trace_kernels import BlockFormat
 from trace_lightning.models.sharding import parts_of
+from trace_lightning.quantization.lora import ADAPTER_NAMES
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.kv_pool import PagedKV
 
@@ -66,6 +67,11 @@ class Decoder(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] in the dtype in which the head computes; whoever uses them widens them."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether what is shared with the policy has moved to another device since, so that two copies are held."""
+        return False
+
     def prepare(self, max_len: int) -> bool:
         """Make ready for contexts of `max_len`; whether a decode step can then run without looking at its data.
 
@@ -84,6 +90,7 @@ def check_names(given: set[str], needed: set[str], model: PreTrainedModel) -> No
     if missing:
         raise ValueError(f"weights are missing from the snapshot: {sorted(missing)[:5]} ({len(missing)} in all)")
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    known -= {name for name in known if name.rpartition(".")[2] in ADAPTER_NAMES}  # a forgotten merge would not show
     unknown = given - needed - known
     if unknown:
         raise ValueError(

@@ -177,7 +177,7 @@ class LocalEngine(RolloutEngine):
         activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
         for group in read_layout(policy, self.recipe).groups:
             if activations is not None:
-                found[group.layer, group.site] = SiteShape(activations, group.linears[0].weight.shape[1])
+                found[group.layer, group.site] = SiteShape(activations, group.linears[0].in_features)
         for layer, fmt in enumerate(self.decoder.kv_formats):
             if fmt is not None:
                 shape = SiteShape(fmt, self.decoder.head_dim, self.decoder.num_kv_heads)
@@ -201,6 +201,8 @@ class LocalEngine(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         if not isinstance(weights, Weights):
             weights = [(name, tensor.detach()) for name, tensor in weights]
+        if self._decoder is not None and self._decoder.is_stale:
+            self.release()
         if self._decoder is None:
             self._build()
             self._timed = False
@@ -224,8 +226,8 @@ class LocalEngine(RolloutEngine):
             if self._kv is not None:
                 self._renew_outer(self._kv)
 
-        gathered = isinstance(weights, Weights) and weights.is_sharded  # to other addresses each time
-        if gathered or not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
+        moving = isinstance(weights, Weights) and weights.temporary
+        if moving or not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
             copy()
             return
         masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in weights)

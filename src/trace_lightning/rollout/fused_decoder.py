@@ -36,9 +36,11 @@ from trace_kernels.norm import add_rms_norm
 from trace_kernels.rows import RowRecord, round_rows
 from trace_lightning.models.layout import read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
+from trace_lightning.quantization.lora import AdapterLinear, lora_state
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.kv_pool import PagedKV
+from trace_lightning.rollout.shared_linear import SharedLinear
 from trace_lightning.rollout.snapshot import SnapshotLinear
 from trace_lightning.types import QuantRecipe
 
@@ -60,7 +62,8 @@ class _Layer:
     k_norm: Tensor | None
     window: int | None
     activations: dict[str, BlockFormat]  # by site; a linear that the recipe excludes has none
-    kv_names: dict[str, str]  # field of KVWeights -> Hugging Face name
+    kv_linears: dict[str, str]  # "k" and "v" -> Hugging Face name of the linear
+    kv_names: dict[str, str]  # other fields of KVWeights -> Hugging Face name of the tensor
 
     @property
     def linears(self) -> tuple[SnapshotLinear, ...]:
@@ -94,26 +97,46 @@ class FusedDecoder(Decoder):
         wanted = recipe.quantized_layers(len(layers))
         kv = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six)
         self.kv_formats = [kv if index in wanted else None for index in range(len(layers))]
+        lora = lora_state(model)
+        self._shares = lora is not None and not lora.merged  # what is frozen is the policy's own
+        self._frozen: dict[str, Tensor] = {}
+        self._small: dict[str, Tensor] = {}
         self.layers = [self._layer(layer, quantized) for layer in layers]
         self._outer: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-        self._small: dict[str, Tensor] = {}
         self.final_norm = self._copy_of(body.norm, "weight")
         self.embedding = self._copy_of(body.embed_tokens, "weight")
         self._embedding_name = f"{self.names[id(body.embed_tokens)]}.weight"
         head: Any = model.get_output_embeddings()
         self._head_name = "" if head.weight is body.embed_tokens.weight else f"{self.names[id(head)]}.weight"
-        same = not self._head_name and self.embedding.dtype == dtype
-        self.head = self.embedding if same else _zeros_for(head.weight, dtype)
-        for layer in self.layers:
-            self._small |= layer.norms
+        self.head = self._head_of(head)
+        if not self._shares:
+            for layer in self.layers:
+                self._small |= layer.norms
 
     def _copy_of(self, module: nn.Module, field: str) -> Tensor:
+        if self._shares:
+            return self._share(f"{self.names[id(module)]}.{field}", getattr(module, field))
         copy = _zeros_for(getattr(module, field))
         self._small[f"{self.names[id(module)]}.{field}"] = copy
         return copy
 
+    def _share(self, name: str, parameter: Tensor) -> Tensor:
+        """A frozen tensor of the policy itself: it cannot change under the rollout, so no copy is needed."""
+        return self._frozen.setdefault(name, parameter.detach())
+
+    def _head_of(self, head: Any) -> Tensor:
+        """The head's weight in the compute dtype: the embedding, where they are one, or room for it."""
+        if not self._head_name and self.embedding.dtype == self.dtype:
+            return self.embedding
+        return head.weight.detach().to(self.dtype) if self._shares else _zeros_for(head.weight, self.dtype)
+
     def _linear(self, modules: list[nn.Linear], quantized: set[str]) -> SnapshotLinear:
         named = [(self.names[id(module)], module) for module in modules]
+        if isinstance(modules[0], AdapterLinear):
+            for name, module in named:
+                if module.bias is not None:
+                    self._share(f"{name}.bias", module.bias)
+            return SharedLinear(named, self.dtype)  # type: ignore[arg-type]
         inside = {name in quantized for name, _ in named}
         if len(inside) > 1:
             raise ValueError(
@@ -127,7 +150,10 @@ class FusedDecoder(Decoder):
         norms: dict[str, Tensor] = {}
 
         def norm(module: Any) -> Tensor:
-            return norms.setdefault(f"{self.names[id(module)]}.weight", _zeros_for(module.weight))
+            name = f"{self.names[id(module)]}.weight"
+            return (
+                self._share(name, module.weight) if self._shares else norms.setdefault(name, _zeros_for(module.weight))
+            )
 
         activations = get_format(self.recipe.activations, four_over_six=self.recipe.four_over_six)
         first_of_site = {"attn_in": attn.q_proj, "o_in": attn.o_proj, "mlp_in": mlp.gate_proj, "down_in": mlp.down_proj}
@@ -146,9 +172,8 @@ class FusedDecoder(Decoder):
             k_norm=norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
             window=getattr(attn, "sliding_window", config_window),
             activations={} if activations is None else dict.fromkeys(sites, activations),
+            kv_linears={"k": k_name, "v": v_name},
             kv_names={
-                "k": f"{k_name}.weight",
-                "v": f"{v_name}.weight",
                 "k_bias": f"{k_name}.bias",
                 "v_bias": f"{v_name}.bias",
                 "input_gain": f"{self.names[id(layer.input_layernorm)]}.weight",
@@ -159,18 +184,18 @@ class FusedDecoder(Decoder):
     def needed_names(self) -> set[str]:
         linears = [linear for layer in self.layers for linear in layer.linears]
         needed = {name for linear in linears for name in linear.weight_names} | set(self._small)
-        return needed | ({self._head_name} if self._head_name else set())
+        return needed | ({self._head_name} if self._head_name and not self._shares else set())
 
     def load_part(self, tensors: dict[str, Tensor], *, quantize: bool) -> None:
         for index, (layer, fmt) in enumerate(zip(self.layers, self.kv_formats, strict=True)):
-            if layer.kv_names["k"] not in tensors:
+            if not tensors.keys() >= {name for linear in layer.linears for name in linear.weight_names}:
                 continue
             for linear in layer.linears:
                 linear.load(tensors, quantize=quantize)
-            kv = KVWeights(**{field: tensors.get(name) for field, name in layer.kv_names.items()})  # type: ignore[arg-type]
             rotated, device = self.recipe.kv_rotation == "hadamard", self.head.device
             outer: tuple[Tensor | None, Tensor | None] = (None, None)
             if fmt is not None:
+                kv = self._kv_weights(layer, tensors)
                 outer = kv_outer_scales(kv, self.num_kv_heads, fmt, rotated=rotated, device=device)
             self._renew_outer(index, outer)
         for name in self._small.keys() & tensors.keys():
@@ -178,6 +203,16 @@ class FusedDecoder(Decoder):
         head = self._head_name or self._embedding_name
         if self.head is not self.embedding and head in tensors:
             self.head.copy_(tensors[head])
+
+    def _kv_weights(self, layer: _Layer, tensors: dict[str, Tensor]) -> KVWeights:
+        k, v = (layer.qkv.master(layer.kv_linears[field], tensors) for field in ("k", "v"))
+        small = {field: tensors.get(name, self._frozen.get(name)) for field, name in layer.kv_names.items()}
+        return KVWeights(k=k, v=v, **small)
+
+    @property
+    def is_stale(self) -> bool:
+        linears = (linear for layer in self.layers for linear in layer.linears)
+        return any(linear.is_stale for linear in linears if isinstance(linear, SharedLinear))
 
     def _renew_outer(self, index: int, outer: tuple[Tensor | None, Tensor | None]) -> None:
         """Keep the K/V outer scales where they were, for graphs that read or write them."""
@@ -219,11 +254,11 @@ class FusedDecoder(Decoder):
 
     def find_crossover(self) -> str:
         """Find for every linear up to how many rows its packed weights are the faster ones; the result in words."""
-        found: dict[tuple[int, ...], int] = {}
+        found: dict[tuple[int, int], int] = {}
         for layer in self.layers:
             for linear in layer.linears:
                 linear.find_crossover()
-                found[tuple(linear.weight.shape)] = linear.crossover
+                found[linear.shape] = linear.crossover
         return ", ".join(f"{rows}x{width} up to {batch} rows" for (rows, width), batch in found.items() if batch)
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:

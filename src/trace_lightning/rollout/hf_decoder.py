@@ -23,9 +23,11 @@ from trace_kernels import BlockFormat, get_format
 from trace_kernels.compensation import compensated
 from trace_kernels.kv_append import rotate
 from trace_lightning.models.layout import attention_module, find_decoder_layers
+from trace_lightning.models.lora import frozen_tensors
 from trace_lightning.models.policy import logits_head
 from trace_lightning.models.sharding import is_sharded, plain_twin
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
+from trace_lightning.quantization.lora import adapter_parameters, lora_state
 from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
 from trace_lightning.rollout.batch import ForwardBatch
@@ -64,6 +66,16 @@ class _EngineRounding(NearestRounding):
         return self.batch.attend(q.to(self.kv.dtype), *pages, scaling=scaling, window=window).unsqueeze(0)
 
 
+def _twin(model: PreTrainedModel, shares: bool) -> PreTrainedModel:
+    """A second model of the same structure; its weights are loaded later, but for those that it shares with `model`."""
+    if shares:
+        twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in frozen_tensors(model)})
+        return twin
+    if is_sharded(model) or lora_state(model) is not None:  # merged weights have a plain model's names
+        return plain_twin(model, next(model.parameters()).device)
+    return copy.deepcopy(model)
+
+
 class HFDecoder(Decoder):
     """Runs a copy of the policy's own modules against the paged cache."""
 
@@ -71,20 +83,23 @@ class HFDecoder(Decoder):
         from trace_lightning.quantization.qat import install_qat
 
         self.recipe, self.dtype, self.rotated = recipe, dtype, recipe.kv_rotation == "hadamard"
-        # A second model of the same structure; its weights are loaded later.
-        twin = plain_twin(model, next(model.parameters()).device) if is_sharded(model) else copy.deepcopy(model)
-        self.model = twin.requires_grad_(False).eval()
+        lora = lora_state(model)
+        shares = lora is not None and not lora.merged
+        self.policy = model if shares else None
+        self.model = _twin(model, shares).requires_grad_(False).eval()
         if not any(isinstance(module, QATLinear) for module in self.model.modules()):
             install_qat(self.model, recipe)
         qat: QATState = self.model.trace_qat  # type: ignore[assignment]
         qat.round_inputs_by(recipe)  # the copied trainer may round less than the rollout
         self.groups = {id(member): group for group in qat.groups for member in group.members}
-        self.weight_format = get_format(recipe.weights, four_over_six=recipe.four_over_six)
+        self.weight_format = None if shares else get_format(recipe.weights, four_over_six=recipe.four_over_six)
+        own = adapter_parameters(self.model) if shares else dict(self.model.named_parameters())
+        self.own: dict[str, nn.Parameter] = own  # what a sync brings; the rest of a shared model is the policy's
         for group in qat.groups:
             group.weights = None  # the copy holds values that are quantised already
         prefix, layers = find_decoder_layers(self.model)
         self.layer_names = [
-            {f"{prefix}.{index}.{name}" for name, _ in layer.named_parameters()} for index, layer in enumerate(layers)
+            {name for name in self.own if name.startswith(f"{prefix}.{index}.")} for index in range(len(layers))
         ]
         self.attentions = [attention_module(layer) for layer in layers]
         self.norms = [getattr(layer, "input_layernorm", None) for layer in layers]
@@ -97,11 +112,18 @@ class HFDecoder(Decoder):
         self._outer: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(layers)
         self._head = logits_head(self.model)
 
+    @property
+    def is_stale(self) -> bool:
+        if self.policy is None:
+            return False
+        ours, theirs = ({id(tensor) for tensor in frozen_tensors(model)} for model in (self.model, self.policy))
+        return ours != theirs
+
     def needed_names(self) -> set[str]:
-        return {name for name, _ in self.model.named_parameters()}
+        return set(self.own)
 
     def load_part(self, tensors: dict[str, Tensor], *, quantize: bool) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.own.items():
             if name in tensors:
                 parameter.copy_(tensors[name])
         renewed = [index for index, names in enumerate(self.layer_names) if names <= tensors.keys()]

@@ -11,6 +11,9 @@ guidance FP4 turns the smallest difference into other codes, and the record woul
     bf16    2 bytes per parameter
     fp8     linears in E4M3 with one scale per row (torchao), 1 byte; multiplied in BF16. Embeddings and head stay BF16.
 
+A policy with adapters brings its reference along: its own base, adapters off, nothing rounded but the base itself. No
+second copy is loaded then, unless `path` names another model.
+
 Every rank holds a whole copy. What was left out: moving it to the host between steps, and a reference that follows the
 policy (TRL's `sync_ref_model`).
 """
@@ -25,6 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import load_policy
+from trace_lightning.quantization.lora import lora_state
+from trace_lightning.quantization.qat import QATState
 from trace_lightning.rollout.microbatch import MicroBatch
 from trace_lightning.rollout.scoring import score
 from trace_lightning.types import QuantRecipe
@@ -53,6 +58,7 @@ class ReferencePolicy:
     def __init__(self, config: ReferenceConfig, policy_path: str, attention: str) -> None:
         self.config, self.path, self.attention = config, config.path or policy_path, attention
         self.model: PreTrainedModel | None = None
+        self._adapted: PreTrainedModel | None = None  # the policy, whose base is the reference
         self._mixed = False
 
     def load(self, policy: PreTrainedModel, device: torch.device) -> None:
@@ -62,6 +68,9 @@ class ReferencePolicy:
             ValueError: no model at the path, or one with another vocabulary than the policy's.
         """
         if self.model is not None:
+            return
+        if self.config.path is None and lora_state(policy) is not None:
+            self._adapted = policy
             return
         model = load_policy(self.path, QuantRecipe(), dtype=torch.bfloat16, attention=self.attention)
         ours, theirs = policy.config.vocab_size, model.config.vocab_size
@@ -81,6 +90,12 @@ class ReferencePolicy:
     @torch.no_grad()
     def score(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """FP32 log-probs [B, T] of the masked tokens under the rollout's temperature and support, 0 elsewhere."""
+        if self._adapted is not None:
+            lora, qat = lora_state(self._adapted), self._adapted.trace_qat
+            assert lora is not None
+            assert isinstance(qat, QATState)
+            with lora.off(), qat.unquantized():
+                return score(self._adapted, micro.unguided(), temperature=temperature)[0]
         assert self.model is not None, "load() comes first"
         with torch.autocast(micro.token_ids_BT.device.type, torch.bfloat16, enabled=self._mixed):
             logprobs_BT, _ = score(self.model, micro.unguided(), temperature=temperature)

@@ -11,6 +11,8 @@ weights have one scale per row and keep no packed form here.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,12 +30,15 @@ _PACKED: dict[str, type[PackedFP4Tensor]] = {"nvfp4": NVFP4Tensor, "mxfp4": MXFP
 class SnapshotLinear:
     """A fused linear of the snapshot: rows of several Hugging Face linears, one outer scale, one input site."""
 
+    makes_dense: ClassVar[bool] = False  # whether `dense` is computed for each matmul, or kept
+
     def __init__(
         self, linears: list[tuple[str, nn.Linear]], fmt_name: str, four_over_six: bool, dtype: torch.dtype
     ) -> None:
         self.names = [name for name, _ in linears]
         self.format, self.four_over_six = get_format(fmt_name, four_over_six=four_over_six), four_over_six
-        rows = [linear.weight.shape[0] for _, linear in linears]
+        rows = [linear.out_features for _, linear in linears]
+        self.shape, self.dtype = (sum(rows), linears[0][1].in_features), dtype
         first = linears[0][1].weight
         self.weight = torch.zeros(sum(rows), first.shape[1], dtype=dtype, device=first.device)
         self.parts = dict(zip(self.names, self.weight.split(rows), strict=True))
@@ -44,6 +49,14 @@ class SnapshotLinear:
         self.crossover = 0  # a matmul of up to so many rows reads `packed`
         if fmt_name in _PACKED:
             self.packed = _PACKED[fmt_name].from_hp(self.weight, four_over_six=four_over_six)
+
+    def dense(self) -> Tensor:
+        """The values [sum N_i, K] in the compute dtype, for matmuls of many rows."""
+        return self.weight
+
+    def master(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """The high-precision weight of one part, among the tensors of a sync: what K and V are bounded by."""
+        return tensors[f"{name}.weight"]
 
     @property
     def weight_names(self) -> list[str]:
@@ -69,13 +82,13 @@ class SnapshotLinear:
 
     def find_crossover(self) -> None:
         """Time both kinds of matmul on this device and remember up to how many rows the packed one wins."""
-        packed, name = self.packed, self.format.name if self.format is not None else ""
-        usable = packed is not None and self.weight.is_cuda and self.weight.dtype == torch.bfloat16
-        if not usable or supports(self.weight.shape[1], name) is not None:
+        packed, name, width = self.packed, self.format.name if self.format is not None else "", self.shape[1]
+        usable = packed is not None and packed.qdata.is_cuda and self.dtype == torch.bfloat16
+        if not usable or supports(width, name) is not None:
             return
         assert packed is not None
-        codes = (packed.qdata, packed.scale, packed.outer_scale, self.weight)
-        self.crossover = crossover_batch(*codes, fmt=name, in_features=self.weight.shape[1])
+        codes = (packed.qdata, packed.scale, packed.outer_scale)
+        self.crossover = crossover_batch(*codes, self.dense(), fmt=name, in_features=width, made=self.makes_dense)
 
     def reads_packed(self, num_rows: int) -> bool:
         """Whether a matmul of `num_rows` reads the packed weights, and wants its input permuted."""
@@ -84,9 +97,9 @@ class SnapshotLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Partial sums [S, M, N] of a matmul; `x` is [M, K], or permuted where `reads_packed(M)` says so."""
         if x.ndim == 2:
-            return F.linear(x.to(self.weight.dtype), self.weight, self.bias).unsqueeze(0)
+            return F.linear(x.to(self.dtype), self.dense(), self.bias).unsqueeze(0)
         packed = self.packed
         assert packed is not None
         assert self.format is not None
         codes = (packed.qdata, packed.scale, packed.outer_scale)
-        return fp4_linear(x, *codes, self.bias, in_features=self.weight.shape[1], fmt=self.format.name)
+        return fp4_linear(x, *codes, self.bias, in_features=self.shape[1], fmt=self.format.name)
