@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trace_lightning.callbacks.folder import run_folder, shared_console
 from trace_lightning.callbacks.history import json_safe, mean
-from trace_lightning.types import RolloutBatch
+from trace_lightning.types import Completion, RolloutBatch
 
 _MAX_CELL = 160  # characters; the file has the rest
 
@@ -29,7 +29,8 @@ class CompletionsLogger(Callback):
     A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`;
     `heldout/NAME` for a set of `data.eval_sets`), `prompt` (text or chat messages), `completion`, `reward` and
     `rewards` by name (null: not scored), `reasons` by name where a reward gave one or failed, `finish_reason`,
-    `policy_version`, `num_tokens` and `mean_logprob` under the rollout.
+    `policy_version`, `num_tokens` and `mean_logprob` under the rollout, both of the policy's own tokens. A conversation
+    has `turns` as well, each with `source` (`policy` or `environment`), `text` and `reward`.
 
     Args:
         every_n_steps: training rollouts from one logged to the next; the first and the last are always logged, and
@@ -132,11 +133,18 @@ def completion_entries(batch: RolloutBatch, split: str, step: int) -> list[dict[
             "reasons": {name: texts[i] for name, texts in batch.reward_reasons.items() if texts[i]},
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
-            "num_tokens": len(completion.token_ids),
-            "mean_logprob": mean(completion.logprobs),
+            "num_tokens": completion.num_drawn,
+            "mean_logprob": mean([completion.logprobs[t] for turn in completion.drawn for t in turn]),
         }
+        | _turns(completion)
         for i, (prompt, completion) in enumerate(batch.sequences())
     ]
+
+
+def _turns(completion: Completion) -> dict[str, Any]:
+    """Of a conversation, its turns."""
+    turns = [{"source": turn.source, "text": turn.text, "reward": turn.reward} for turn in completion.turns]
+    return {"turns": turns} if turns else {}
 
 
 def completions_table(entries: list[dict[str, Any]], num_samples: int) -> Table:

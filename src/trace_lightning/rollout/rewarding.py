@@ -82,8 +82,9 @@ class Scorer:
             ValueError: a function returned something that is no reward.
         """
         samples = [
-            Sample(text=c.text, problem=problem, num_tokens=len(c.token_ids), finish_reason=c.finish_reason)
-            for c, problem in zip(completions, problems, strict=True)
+            Sample(text=c.text, problem=p, num_tokens=c.num_drawn, finish_reason=c.finish_reason, turns=c.turns)
+            for c, p in zip(completions, problems, strict=True)
+            if not c.error
         ]
         outcomes = {reward.name: self._run_here(reward, samples) for reward in self._here}
         if self.pool is not None:
