@@ -4,10 +4,11 @@
     python examples/pretrain_tiny.py --task tools    products with a calculator
     python examples/pretrain_tiny.py --steps 20 --out /tmp/tiny
 
-Addition: the noise is the point. In half of the demonstrations one digit of the answer is replaced by a wrong one, drawn afresh
-every time, so supervised training cannot pass 50 to 60 % sampled accuracy at temperature 1 although the skill is
-there: greedy decoding is right on nearly all held-out questions. That gap is what reinforcement learning closes, from
-every seed. Clean demonstrations stopped early give the same sampled accuracy without the skill; RL then crawls.
+Addition: the noise is the point. In half of the demonstrations one digit of the answer is replaced by a wrong one,
+drawn afresh every time, so supervised training cannot pass 50 to 60 % sampled accuracy at temperature 1 although the
+skill is there: greedy decoding is right on nearly all held-out questions. That gap is what reinforcement learning
+closes, from every seed. Clean demonstrations stopped early give the same sampled accuracy without the skill; RL then
+crawls.
 
 Tools: three of four demonstrations answer by heart, which this model cannot do, and the others call the calculator of
 `CalculatorProducts`, a third of these with a wrong digit in the call. What a tool is good for is left to be found out.

@@ -64,11 +64,13 @@ class RewardFn(ABC):
         in_process: True runs it inside the training process, without a time limit. For a few lines that cannot hang or
             crash; everything else runs in a worker.
         time_limit: seconds for one call; None takes `rollout.reward_time_limit`.
+        counts_turns: True says that the rewards of turns are part of this one.
     """
 
     name: str
     in_process: bool = False
     time_limit: float | None = None
+    counts_turns: bool = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
-from trace_lightning.tasks.base import BatchReward, RewardFn, Sample, Score, Value
+from trace_lightning.tasks.base import BatchReward, RewardFn, Sample, Score, Task, Value
 from trace_lightning.tasks.calls import is_async
 from trace_lightning.types import Problem
 
@@ -123,11 +124,12 @@ class LastTurn(RewardFn):
 class TurnRewards(RewardFn):
     """The sum of what the environment gave for the turns of a conversation.
 
-    The Rollout callback adds it to the rewards of a task that has environments.
+    It is added to the rewards of a task that has environments, unless one of them counts turns already.
     """
 
     name = "turns"
     in_process = True
+    counts_turns = True
 
     def __call__(self, completion: str, problem: Problem) -> Value:
         return 0.0
@@ -135,6 +137,12 @@ class TurnRewards(RewardFn):
     def score(self, sample: Sample) -> Value:
         """0 where no turn got a reward."""
         return sum(turn.reward for turn in sample.turns if turn.reward is not None)
+
+
+def with_turn_rewards(rewards: Sequence[RewardFn], task: Task | None) -> list[RewardFn]:
+    """The rewards for answers to `task`: those given, and the rewards of turns where there may be any."""
+    wanted = task is not None and task.has_environments and not any(reward.counts_turns for reward in rewards)
+    return [*rewards, TurnRewards()] if wanted else list(rewards)
 
 
 def _compiled(who: str, pattern: str, flags: int) -> re.Pattern[str]:
