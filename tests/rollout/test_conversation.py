@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from own_environments import Counting, Misbehaving, Rendezvous, Talk
 from tiny import EOS, Scorer, TinyTokenizer, make_engine, make_policy, make_prompts, sampling
 from trace_lightning.quantization.rounding import GuidedRounding
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.conversation import Conversations
-from trace_lightning.tasks.base import RewardFn, Task
-from trace_lightning.tasks.environment import Environment, Step
-from trace_lightning.types import Completion, GuidanceConfig, Problem, QuantRecipe, SamplingParams, TurnLimits
+from trace_lightning.rollout.microbatch import collate_rollout, take
+from trace_lightning.tasks.base import Task
+from trace_lightning.tasks.environment import Step
+from trace_lightning.tasks.environment_pool import Processes
+from trace_lightning.types import (
+    Completion,
+    GuidanceConfig,
+    Problem,
+    Prompt,
+    QuantRecipe,
+    RolloutBatch,
+    SamplingParams,
+    TurnLimits,
+)
 
 PROMPTS = make_prompts(1, 5, 16, 31)
 PLAIN = QuantRecipe()
@@ -27,33 +42,6 @@ W4A4KV4 = QuantRecipe(
 KV4 = QuantRecipe(kv_cache="nvfp4", guidance=GuidanceConfig(mode="full"))
 STOPS = list(range(64, 96))  # a quarter of the vocabulary, so turns are short
 LIMITS = TurnLimits(max_turns=4, max_total_tokens=60)
-
-
-class Counting(Environment):
-    """Says how long the turn was; a turn of one token ends the conversation."""
-
-    def step(self, text: str) -> Step:
-        return Step(f"[{len(text)}]", done=len(text) < 2, reward=float(len(text)))
-
-
-class Talk(Task):
-    """Conversations with `environment`; the problems are the tests' own prompts."""
-
-    environments_in_process = True
-
-    def __init__(self, make: Any = Counting) -> None:
-        self.make = make
-
-    def train_problems(self) -> list[Problem]:
-        return []
-
-    heldout_problems = train_problems
-
-    def rewards(self) -> list[RewardFn]:
-        return []
-
-    def environment(self, problem: Problem) -> Environment:
-        return self.make()  # type: ignore[no-any-return]
 
 
 def talk(task: Task | None = None, limits: TurnLimits = LIMITS) -> Conversations:
@@ -153,3 +141,145 @@ def test_conversations_do_not_depend_on_seats_pages_or_passes(recipe: QuantRecip
         mask = drawn_mask(tight.completions)
         ours = torch.tensor([value for c in tight.completions for value in c.logprobs])
         assert (Scorer(PROMPTS, tight, 4).guided_logprobs(policy, 0.8) - ours)[mask].abs().max() <= 1e-4
+
+
+def with_info(**info: Any) -> list[Prompt]:
+    """The prompts, of which each gets one value of each list."""
+    rows = [dict(zip(info, values, strict=True)) for values in zip(*info.values(), strict=True)]
+    return [replace(p, problem=Problem(prompt="", info=row)) for p, row in zip(PROMPTS * 2, rows, strict=False)]
+
+
+class TestProcesses:
+    """Environments in processes of their own."""
+
+    def test_one_that_fails_is_not_scored_and_harms_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
+        expected = {
+            None: "",
+            "raise": "environment: raised RuntimeError: the tool broke",
+            "hang": r"environment: timed out after 0.5 s \(rollout.turns: step_timeout_s=0.5, timeout_s=60\)",
+            "die": "environment: its process ended with exit code 3",
+            "number": "environment: raised TypeError: step returned an observation of type int; a str is expected",
+            "text": "environment: raised TypeError: step returned a str; a Step is expected",
+            "infinite": "environment: raised ValueError: reward 'step', row 0: returned inf",
+            "raise in reset": "environment: raised KeyError: 'no such game'",
+        }
+        prompts = with_info(how=list(expected))
+        limits = replace(LIMITS, step_timeout_s=0.5)
+        ours = talk(Talk(Misbehaving, in_process=False), limits)
+        engine = make_engine(make_policy("qwen3", PLAIN), PLAIN)
+        drawn = engine.generate(prompts, params(), num_samples=2, conversations=ours).completions
+        ours.close()
+        healthy = engine.generate(prompts, params(), num_samples=2, conversations=talk()).completions
+        for i, (completion, whole) in enumerate(zip(drawn, healthy, strict=True)):
+            reason = expected[prompts[i // 2].problem.info["how"]]
+            if not reason or whole.turns[0].reward is None:  # not asked: its first turn was cut
+                assert said(completion) == said(whole)
+                continue
+            assert re.match(reason, completion.error), completion.error
+            assert completion.token_ids == whole.token_ids[: whole.turns[0].end]
+        failed = sum(bool(completion.error) for completion in drawn)
+        assert failed >= 10
+        assert ours.errors + ours.timeouts == failed
+        assert 1 <= ours.timeouts <= 2
+        assert caplog.text.count("the completion is not scored") == 2  # the first of each kind
+        ours.stop_if_all_failed()
+
+    def test_a_slow_tool_does_not_stall_the_batch(self, tmp_path: Path) -> None:
+        """The first prompt's tools answer only once the other conversations have taken 20 turns: no clock is read."""
+        prompts = with_info(folder=[str(tmp_path)] * 8, wait_for=[22] + [0] * 7)
+        ours = talk(Talk(Rendezvous, in_process=False), replace(LIMITS, step_timeout_s=30))
+        policy = make_policy("qwen3", PLAIN, dtype=torch.float64)
+        engine = make_engine(policy, PLAIN, dtype=torch.float64, max_num_seqs=4)
+        drawn = engine.generate(prompts, params(), num_samples=2, conversations=ours)
+        assert ours.timeouts == 0
+        assert drawn.stats["env_steps"] == len(list(tmp_path.iterdir())) > 22
+        alone = engine.generate(prompts, params(), num_samples=2, conversations=talk())
+        assert conversations_of(drawn) == conversations_of(alone)
+        ours.close()
+
+    def test_no_more_processes_than_allowed(self) -> None:
+        pool = Processes(Talk(in_process=False), 1)
+        pool.start(0, Problem(prompt=""))
+        pool.start(1, Problem(prompt=""))
+        pool.step(1, "ab", 20)
+        pool.step(0, "abc", 20)
+        first = answers(pool, 1)
+        assert first == [(0, Step("[3]", reward=3.0))]
+        pool.end(0)
+        assert answers(pool, 1) == [(1, Step("[2]", reward=2.0))]
+        pool.end(1)
+        pool.close()
+
+    def test_after_an_interruption_environments_begin_afresh(self) -> None:
+        class Stop(Exception):
+            pass
+
+        def interrupt(finished: int, total: int) -> None:
+            if finished >= 2:
+                raise Stop
+
+        ours = talk(Talk(in_process=False))
+        engine = make_engine(make_policy("qwen3", PLAIN, dtype=torch.float64), PLAIN, dtype=torch.float64)
+        with pytest.raises(Stop):
+            generate(engine, ours, progress=interrupt)
+        assert conversations_of(generate(engine, ours)) == conversations_of(generate(engine))
+        ours.close()
+
+    def test_a_task_that_cannot_be_loaded_there_is_an_error(self) -> None:
+        class Unloadable(Talk):
+            def __reduce__(self) -> Any:
+                return exec, ("raise ImportError('no such package')",)
+
+        ours = talk(Unloadable(in_process=False))
+        with pytest.raises(
+            ValueError, match=r"cannot be loaded in the process of its environments(.|\n)*no such package"
+        ):
+            generate(make_engine(make_policy("qwen3", PLAIN), PLAIN), ours)
+
+
+def answers(pool: Processes, count: int) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < count:
+        found += pool.answers(20.0)
+    return found
+
+
+def test_all_environments_failing_is_an_error() -> None:
+    ours = talk(Talk(Misbehaving))
+    engine = make_engine(make_policy("qwen3", PLAIN), PLAIN)
+    engine.generate(with_info(how=["say something in reset"]), params(), conversations=ours, num_samples=2)
+    with pytest.raises(ValueError, match=r"all 2 environments .*reset returned a str: .* belongs in the prompt"):
+        ours.stop_if_all_failed()
+
+
+def test_limits_end_conversations() -> None:
+    policy = make_policy("qwen3", PLAIN, max_position_embeddings=64)
+    engine = make_engine(policy, PLAIN)
+    by_turns = generate(engine, talk(limits=replace(LIMITS, max_turns=2, max_total_tokens=33))).completions
+    most = max(by_turns, key=lambda c: len(c.turns))
+    assert [t.source for t in most.turns] == ["policy", "environment"] * 2
+    assert (most.finish_reason, most.turns[-1].start) == ("length", most.turns[-1].end)
+    by_tokens = generate(engine, talk(limits=replace(LIMITS, max_turns=9, max_total_tokens=20))).completions
+    assert {len(c.token_ids) for c in by_tokens if c.finish_reason == "length" and len(c.turns) > 3} <= {17, 18, 19, 20}
+    with pytest.raises(ValueError, match=r"prompt of 31 and max_new_tokens=60 .*rollout\.turns\.max_total_tokens"):
+        generate(engine)
+    cut = engine.generate(PROMPTS, params(beyond_context="cut"), num_samples=4, conversations=talk()).completions
+    assert max(31 + len(c.token_ids) for c in cut[12:]) <= 64
+
+
+def test_recorded_distributions_are_those_of_drawn_tokens() -> None:
+    """Support and most likely tokens: filled up at observations, one row per learned token in a micro-batch."""
+    policy = make_policy("qwen3", PLAIN, dtype=torch.float64)
+    engine = make_engine(policy, PLAIN, dtype=torch.float64, kv_cache_tokens=100)
+    for settings, name in (({"top_k": 9, "record_support": 9}, "support_ids"), ({"record_logprobs": 5}, "topk_ids")):
+        drawn = engine.generate(PROMPTS, params(**settings), num_samples=2, conversations=talk())
+        batch = RolloutBatch(prompts=PROMPTS, num_generations=2)
+        collate_rollout(batch, drawn.completions, pad_token_id=0)
+        batch.advantages_B = torch.zeros(8)
+        micro = take(batch, [3, 6, 0], torch.device("cpu"))
+        ids = micro.support_NK if name == "support_ids" else micro.topk_ids_NK
+        assert ids is not None
+        assert len(ids) == micro.mask_BT.sum() == sum(drawn.completions[i].num_drawn for i in (3, 6, 0))
+        assert (ids >= 0).any(1).all()
+        if name == "support_ids":
+            assert (ids == micro.token_ids_BT[micro.mask_BT].unsqueeze(1)).any(1).all()

@@ -54,18 +54,20 @@ class Conversations:
         self._last_error = ""
         self._failed = self._ended = 0
         self._asked: dict[int, tuple[Sequence, float]] = {}
+        self._alive: set[int] = set()
 
     def begin(self, context_limit: int | None) -> None:
         """A rollout begins; `context_limit` is the number of positions there are, None if none is in reach."""
-        if self._asked:  # by a rollout that was interrupted
+        if self._alive:  # after a rollout that was interrupted
             self.pool.close()
         self._context = context_limit
-        self._asked, self._spent = {}, Counter[int]()
+        self._asked, self._alive, self._spent = {}, set(), Counter[int]()
         self.num_steps, self.step_seconds, self.wait_seconds = 0, 0.0, 0.0
         self._failed = self._ended = 0
 
     def start(self, sequence: Sequence) -> None:
         """A sequence draws its first token: its environment may get ready."""
+        self._alive.add(sequence.number)
         self.pool.start(sequence.number, sequence.group.prompt.problem)
 
     def ask(self, sequence: Sequence, *, cut: bool) -> None:
@@ -126,7 +128,7 @@ class Conversations:
 
     def _failure(self, sequence: Sequence, failure: Failure) -> None:
         limits = f" (rollout.turns: step_timeout_s={self.limits.step_timeout_s:g}, timeout_s={self.limits.timeout_s:g})"
-        reason = f"the environment {failure.reason}{limits * failure.timed_out}"
+        reason = f"environment: {failure.reason}{limits * failure.timed_out}"
         sequence.error = self._last_error = reason
         kind = "timeouts" if failure.timed_out else "errors"
         setattr(self, kind, getattr(self, kind) + 1)
@@ -139,6 +141,7 @@ class Conversations:
     def _end(self, sequence: Sequence, finish_reason: str) -> None:
         sequence.finish_reason = finish_reason
         self._ended += 1
+        self._alive.remove(sequence.number)
         self.pool.end(sequence.number)
 
     @property
