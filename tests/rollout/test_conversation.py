@@ -122,6 +122,17 @@ def test_every_id_mask_and_logprob_is_accounted_for(recipe: QuantRecipe, decoder
     assert (theirs - ours)[mask].abs().max() <= 1e-4
 
 
+class Late:
+    """A pool that answers nobody until everybody waits."""
+
+    def __init__(self, pool: Any) -> None:
+        self.start, self.step, self.end, self.close = pool.start, pool.step, pool.end, pool.close
+        self.pool = pool
+
+    def answers(self, wait: float) -> Any:
+        return self.pool.answers(wait) if wait else []
+
+
 def conversations_of(generation: Generation) -> list[Any]:
     return [(c.token_ids, c.finish_reason, said(c)) for c in generation.completions]
 
@@ -131,16 +142,20 @@ def test_conversations_do_not_depend_on_seats_pages_or_passes(recipe: QuantRecip
     """Few seats, few pages (running, parked and ready sequences lose theirs), short passes: the same conversations."""
     policy = make_policy("qwen3", recipe, dtype=torch.float64)
     roomy = generate(make_engine(policy, recipe, dtype=torch.float64, max_num_seqs=64))
-    settings: list[dict[str, Any]] = [{"max_num_seqs": 1}, {"prefill_tokens": 3}, {"kv_cache_tokens": 100}]
-    for engine in (make_engine(policy, recipe, dtype=torch.float64, **own) for own in settings):
-        tight = generate(engine)
-        assert conversations_of(tight) == conversations_of(roomy)
-    assert roomy.stats["preempted"] == 0
-    assert tight.stats["preempted"] > 0
-    if recipe is KV4:
-        mask = drawn_mask(tight.completions)
-        ours = torch.tensor([value for c in tight.completions for value in c.logprobs])
-        assert (Scorer(PROMPTS, tight, 4).guided_logprobs(policy, 0.8) - ours)[mask].abs().max() <= 1e-4
+    tight = {"kv_cache_tokens": 100}
+    settings: list[dict[str, Any]] = [{"max_num_seqs": 1}, {"prefill_tokens": 3}, tight, tight | {"prefill_tokens": 9}]
+    for i, own in enumerate(settings):
+        engine, ours = make_engine(policy, recipe, dtype=torch.float64, **own), talk()
+        if i == len(settings) - 1:
+            ours.pool = Late(ours.pool)  # type: ignore[assignment]
+        drawn = generate(engine, ours)
+        assert conversations_of(drawn) == conversations_of(roomy)
+        assert (drawn.stats["preempted"] > 0) == ("kv_cache_tokens" in own)
+        if recipe is PLAIN:
+            continue
+        mask = drawn_mask(drawn.completions)
+        values = torch.tensor([value for c in drawn.completions for value in c.logprobs])
+        assert (Scorer(PROMPTS, drawn, 4).guided_logprobs(policy, 0.8) - values)[mask].abs().max() <= 1e-4
 
 
 def with_info(**info: Any) -> list[Prompt]:
@@ -281,5 +296,9 @@ def test_recorded_distributions_are_those_of_drawn_tokens() -> None:
         assert ids is not None
         assert len(ids) == micro.mask_BT.sum() == sum(drawn.completions[i].num_drawn for i in (3, 6, 0))
         assert (ids >= 0).any(1).all()
+        first = drawn.completions[3]
+        observed = [i for turn in first.turns if turn.source == "environment" for i in range(turn.start, turn.end)]
+        assert (getattr(first, name)[observed] == -1).all()
+        assert observed
         if name == "support_ids":
             assert (ids == micro.token_ids_BT[micro.mask_BT].unsqueeze(1)).any(1).all()
