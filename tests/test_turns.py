@@ -103,9 +103,7 @@ def test_the_policys_tokens_alone_are_learned_from_and_counted() -> None:
 
 def test_the_rewards_of_turns_are_part_of_the_reward_and_of_evaluation() -> None:
     kept = Batches()
-    data = {
-        "eval_sets": [EvalSet(name="game", task=GuessNumber(), size=4), EvalSet(name="sums", task=TwoDigitAddition())]
-    }
+    sets = [EvalSet(name="game", task=GuessNumber(), size=4), EvalSet(name="sums", task=TwoDigitAddition(), size=4)]
     task = Mixture({"game": GuessNumber(heldout_size=0), "tool": CalculatorProducts()})
     trainer = fit(
         make_module(),

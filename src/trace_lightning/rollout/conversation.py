@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Conversations:
         if self._alive:  # after a rollout that was interrupted
             self.pool.close()
         self._context = context_limit
-        self._asked, self._alive, self._spent = {}, set(), Counter[int]()
+        self._asked, self._alive, self._spent = {}, set(), defaultdict[int, float](float)
         self.num_steps, self.step_seconds, self.wait_seconds = 0, 0.0, 0.0
         self._failed = self._ended = 0
 

@@ -69,7 +69,8 @@ class InProcess(EnvironmentPool):
 
     def __init__(self, task: Task) -> None:
         self._make = task.environment
-        self.close()
+        self._playing: dict[int, Playing] = {}
+        self._answers: list[tuple[int, Step | Failure]] = []
 
     def start(self, number: int, problem: Problem) -> None:
         self._playing[number] = Playing(self._make, problem)
@@ -85,8 +86,7 @@ class InProcess(EnvironmentPool):
         return answers
 
     def close(self) -> None:
-        self._playing: dict[int, Playing] = {}
-        self._answers: list[tuple[int, Step | Failure]] = []
+        self._playing, self._answers = {}, []
 
 
 class Processes(EnvironmentPool):
@@ -100,7 +100,9 @@ class Processes(EnvironmentPool):
         self._max = max_environments
         self._servers: list[WorkerProcess] = []  # none or one
         weakref.finalize(self, _stop_all, self._servers)  # after an exception nobody calls `close`
-        self.close()
+        self._ready, self._deadline = False, 0.0
+        self._alive: set[int] = set()
+        self._late: dict[int, list[tuple[Any, ...]]] = {}  # messages for environments that have no process yet
 
     def start(self, number: int, problem: Problem) -> None:
         where = f"the problem of conversation {number} cannot be sent to its environment"
@@ -150,9 +152,7 @@ class Processes(EnvironmentPool):
 
     def close(self) -> None:
         _stop_all(self._servers)
-        self._ready, self._deadline = False, 0.0
-        self._alive: set[int] = set()
-        self._late: dict[int, list[tuple[Any, ...]]] = {}  # messages for environments that have no process yet
+        self._alive, self._late = set(), {}
 
     def _server(self) -> WorkerProcess:
         if not self._servers:
