@@ -52,7 +52,7 @@ class TurnMetrics(Metric):
         * `turns/mean`, `turns/max`: turns of the policy
         * `turns/truncated`: share of conversations that a limit ended: of a turn, of tokens, or of turns
         * `turns/observation_tokens`: tokens per conversation that the environment said
-        * `turns/env_seconds`: mean time from the end of a turn to the environment's answer
+        * `turns/env_seconds`: mean time that an environment takes to answer
         * `turns/wait_seconds`: time per rollout in which every sequence waited for an environment
         """
         if not self.num_conversations:

@@ -53,7 +53,7 @@ class Conversations:
         self.errors = self.timeouts = 0  # over the whole run
         self._last_error = ""
         self._failed = self._ended = 0
-        self._asked: dict[int, tuple[Sequence, float]] = {}
+        self._asked: dict[int, Sequence] = {}
         self._alive: set[int] = set()
 
     def begin(self, context_limit: int | None) -> None:
@@ -81,7 +81,7 @@ class Conversations:
             return
         left = self.limits.timeout_s - self._spent[number]
         self.pool.step(number, text, max(0.0, min(self.limits.step_timeout_s, left)))
-        self._asked[number] = sequence, time.monotonic()
+        self._asked[number] = sequence
 
     def answers(self, *, wait: bool) -> list[Sequence]:
         """Sequences whose environments have answered; those that are over have a `finish_reason`."""
@@ -89,14 +89,13 @@ class Conversations:
             return []
         begin = time.monotonic()
         answers = self.pool.answers(_LOOK_UP_SECONDS if wait else 0.0)
-        now = time.monotonic()
-        self.wait_seconds += (now - begin) * wait
+        self.wait_seconds += (time.monotonic() - begin) * wait
         answered = []
-        for number, answer in answers:
-            sequence, since = self._asked.pop(number)
+        for number, answer, seconds in answers:
+            sequence = self._asked.pop(number)
             self.num_steps += 1
-            self.step_seconds += now - since
-            self._spent[number] += now - since
+            self.step_seconds += seconds
+            self._spent[number] += seconds
             self._take(sequence, answer)
             answered.append(sequence)
         return answered
@@ -146,7 +145,7 @@ class Conversations:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Steps of environments in this rollout, seconds from a question to its answer, seconds with nothing to do."""
+        """Steps of environments in this rollout, the seconds they took, and seconds with nothing to do but wait."""
         seconds = {"env_seconds": self.step_seconds, "env_wait_seconds": self.wait_seconds}
         return {"env_steps": float(self.num_steps)} | seconds
 

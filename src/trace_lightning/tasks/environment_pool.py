@@ -14,6 +14,8 @@ What was left out: environments written with `async`. A slow one costs a sleepin
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -29,6 +31,9 @@ _WAY_OUT = (
     "Keep plain data, or set environments_in_process=True on the task to run them without a time limit inside the "
     "training process"
 )
+
+
+Answer = tuple[int, Step | Failure, float]
 
 
 class EnvironmentPool(ABC):
@@ -47,8 +52,11 @@ class EnvironmentPool(ABC):
         """The conversation is over."""
 
     @abstractmethod
-    def answers(self, wait: float) -> list[tuple[int, Step | Failure]]:
+    def answers(self, wait: float) -> list[Answer]:
         """Answers that came since the last time; if none did, wait for one, up to `wait` seconds.
+
+        Returns:
+            Numbers, answers, and the seconds that each took.
 
         Raises:
             ValueError: the environments cannot be started at all.
@@ -70,18 +78,20 @@ class InProcess(EnvironmentPool):
     def __init__(self, task: Task) -> None:
         self._make = task.environment
         self._playing: dict[int, Playing] = {}
-        self._answers: list[tuple[int, Step | Failure]] = []
+        self._answers: list[Answer] = []
 
     def start(self, number: int, problem: Problem) -> None:
         self._playing[number] = Playing(self._make, problem)
 
     def step(self, number: int, text: str, limit: float) -> None:
-        self._answers.append((number, self._playing[number].step(text)))
+        begin = time.monotonic()
+        answer = self._playing[number].step(text)
+        self._answers.append((number, answer, time.monotonic() - begin))
 
     def end(self, number: int) -> None:
         self._playing.pop(number).close()
 
-    def answers(self, wait: float) -> list[tuple[int, Step | Failure]]:
+    def answers(self, wait: float) -> list[Answer]:
         answers, self._answers = self._answers, []
         return answers
 
@@ -98,7 +108,7 @@ class Processes(EnvironmentPool):
     def __init__(self, task: Task, max_environments: int) -> None:
         self._make: Any = task.environment
         self._max = max_environments
-        self._servers: list[WorkerProcess] = []  # none or one
+        self._servers: list[_Server] = []  # none or one
         weakref.finalize(self, _stop_all, self._servers)  # after an exception nobody calls `close`
         self._ready, self._deadline = False, 0.0
         self._alive: set[int] = set()
@@ -129,22 +139,20 @@ class Processes(EnvironmentPool):
             for message in self._late.pop(number):
                 self._send(message)
 
-    def answers(self, wait: float) -> list[tuple[int, Step | Failure]]:
-        found: list[tuple[int, Step | Failure]] = []
+    def answers(self, wait: float) -> list[Answer]:
+        found: list[Answer] = []
         server = self._server()
-        try:
-            while server.connection.poll(0.0 if found else wait):
-                message = server.connection.recv()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = server.inbox.get(timeout=wait) if wait and not found else server.inbox.get_nowait()
+                if isinstance(message, _Ended):
+                    self._servers.clear()
+                    raise ValueError(f"the server of the environments {server.stop()}")
                 if self._ready:
                     found.append(message)
-                elif message is None:
-                    self._ready = True
-                else:
+                elif message is not None:
                     raise ValueError(f"the task cannot be loaded in the process of its environments:\n{message}")
-        except (EOFError, ConnectionResetError):
-            how = server.stop()
-            self._servers.clear()
-            raise ValueError(f"the server of the environments {how}; a task that cannot be imported there?") from None
+                self._ready = True
         if not self._ready and time.monotonic() > self._deadline:
             self.close()
             raise ValueError(f"the server of the environments was not ready after {START_LIMIT:g} s of imports")
@@ -154,18 +162,47 @@ class Processes(EnvironmentPool):
         _stop_all(self._servers)
         self._alive, self._late = set(), {}
 
-    def _server(self) -> WorkerProcess:
+    def _server(self) -> _Server:
         if not self._servers:
             payload = packed(self._make, "the task cannot be sent to the process of its environments", _WAY_OUT)
             self._ready, self._deadline = False, time.monotonic() + START_LIMIT
-            self._servers.append(WorkerProcess.start("trace_lightning.tasks.environment_server", payload))
+            server = _Server.start("trace_lightning.tasks.environment_server", payload)
+            server.listen()
+            self._servers.append(server)
         return self._servers[0]
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(ConnectionError):  # if it died meanwhile, `answers` sees that on the same connection
+        with contextlib.suppress(ConnectionError):  # if it died meanwhile, `answers` hears of that
             self._server().connection.send(message)
 
 
-def _stop_all(servers: list[WorkerProcess]) -> None:
+class _Ended:
+    """What a server says last."""
+
+
+class _Server(WorkerProcess):
+    """The server and its answers. A thread takes them in, so that neither side ever waits with a full pipe."""
+
+    def listen(self) -> None:
+        self.inbox: queue.Queue[Any] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self.inbox.put(self.connection.recv())
+        except (EOFError, ConnectionResetError):
+            self.inbox.put(_Ended())
+
+    def stop(self) -> str:
+        """As for any worker, once the thread has seen its end."""
+        if self._reader.is_alive():
+            self.process.kill()
+        self._reader.join()
+        return super().stop()
+
+
+def _stop_all(servers: list[_Server]) -> None:
     while servers:
         servers.pop().stop()

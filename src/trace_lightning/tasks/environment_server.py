@@ -2,7 +2,7 @@
 
     trainer -> server    the task's factory, once; then ("start", number, problem), ("step", number, text, limit),
                          ("end", number)
-    server -> trainer    None when ready, or a traceback; then (number, Step or Failure) for each step
+    server -> trainer    None when ready, or a traceback; then (number, Step or Failure, seconds) for each step
     server <-> child     a text, and the answer to it; the pipe's end is the end of the conversation
 
 The server runs nothing of the user's after the import, so it cannot hang. A child that is over its time is killed, and
@@ -17,6 +17,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -41,6 +42,15 @@ class _Child:
     deadline: float | None = None
     limit: float = 0.0
     ended: bool = False
+
+    def ask(self, limit: float) -> None:
+        """Start its clock."""
+        self.limit, self.deadline = limit, time.monotonic() + limit
+
+    @property
+    def seconds(self) -> float:
+        """Since it was asked."""
+        return 0.0 if self.deadline is None else time.monotonic() - self.deadline + self.limit
 
     def bury(self, *, kill: bool) -> str:
         """Take its exit status, having killed it or not; how it ended."""
@@ -85,14 +95,15 @@ class _Server:
         if what == "step":
             text, limit = arguments
             if child is None:  # it died before it was asked anything
-                self.trainer.send((number, Failure("its process died")))
+                self.trainer.send((number, Failure("its process died"), 0.0))
                 return
-            child.limit, child.deadline = limit, time.monotonic() + limit
+            child.ask(limit)
             with contextlib.suppress(ConnectionError):  # if it has died, its end of the pipe says so
                 child.connection.send(text)
         elif child is not None:
             del self.children[number]
-            child.ended, child.deadline = True, time.monotonic() + _CLOSE_LIMIT
+            child.ended = True
+            child.ask(_CLOSE_LIMIT)
             self.leaving.append(child)
             with contextlib.suppress(ConnectionError):
                 child.connection.send(None)
@@ -119,19 +130,19 @@ class _Server:
             return
         if child.ended:
             return
+        self.trainer.send((child.number, pickle.loads(answer), child.seconds))
         child.deadline = None
-        self.trainer.send((child.number, pickle.loads(answer)))
 
     def _lost(self, child: _Child, failure: Failure | None, *, kill: bool) -> None:
         """A child that is gone, or has to be; the trainer hears of it if it waits for an answer."""
-        asked = child.deadline is not None
+        asked, seconds = child.deadline is not None, child.seconds
         how = child.bury(kill=kill)
         if child.ended:
             self.leaving.remove(child)
             return
         del self.children[child.number]
         if asked:
-            self.trainer.send((child.number, failure or Failure(f"its process {how}")))
+            self.trainer.send((child.number, failure or Failure(f"its process {how}"), seconds))
 
 
 def _play(connection: Connection, make: Any, problem: bytes, server: int) -> None:
@@ -139,6 +150,8 @@ def _play(connection: Connection, make: Any, problem: bytes, server: int) -> Non
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         return
+    if "numpy" in sys.modules:  # Python's own generator is seeded anew by the fork
+        sys.modules["numpy"].random.seed()
     playing = Playing(make, pickle.loads(problem))
     while (text := connection.recv()) is not None:
         connection.send(playing.step(text))
