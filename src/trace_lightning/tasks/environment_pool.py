@@ -6,7 +6,7 @@
 
 A conversation is known by its number. A process per environment, and not a few workers with many environments each: one
 that hangs has to be killed, and may take nobody else's state with it. They are forked by a server that has imported the
-task and nothing of torch, so that one is there in about a millisecond, and the trainer holds one pipe in all.
+task and nothing of torch, so that one costs 3 ms of a core and 2.3 MB, and the trainer holds one pipe in all.
 
 What was left out: environments written with `async`. A slow one costs a sleeping process.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import subprocess
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from trace_lightning.tasks.pool import START_LIMIT
 from trace_lightning.tasks.process import WorkerProcess, packed
 from trace_lightning.types import Problem
 
+_GRACE = 1.0  # seconds
 _WAY_OUT = (
     "Keep plain data, or set environments_in_process=True on the task to run them without a time limit inside the "
     "training process"
@@ -146,6 +148,8 @@ class Processes(EnvironmentPool):
             while True:
                 message = server.inbox.get(timeout=wait) if wait and not found else server.inbox.get_nowait()
                 if isinstance(message, _Ended):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        server.process.wait(_GRACE)  # its pipe closes a moment before it has ended
                     self._servers.clear()
                     raise ValueError(f"the server of the environments {server.stop()}")
                 if self._ready:

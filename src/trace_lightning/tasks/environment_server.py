@@ -29,6 +29,7 @@ from trace_lightning.tasks.environment import Playing
 from trace_lightning.tasks.process import ending, parent_lives
 
 _CLOSE_LIMIT = 5.0  # seconds for an environment to clean up
+_MESSAGES_AT_ONCE = 32  # of the trainer, before children are looked at again
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,6 +55,7 @@ class _Child:
 
     def bury(self, *, kill: bool) -> str:
         """Take its exit status, having killed it or not; how it ended."""
+        self.deadline = None
         if kill:
             os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
@@ -82,7 +84,9 @@ class _Server:
                 if child.deadline is not None and child.deadline <= time.monotonic():
                     self._lost(child, Failure(f"timed out after {child.limit:g} s", timed_out=True), kill=True)
             try:
-                while self.trainer in ready and self.trainer.poll():
+                for _ in range(_MESSAGES_AT_ONCE):
+                    if self.trainer not in ready or not self.trainer.poll():
+                        break
                     self._do(*self.trainer.recv())
             except EOFError:
                 return
