@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ from trace_lightning.quantization.rounding import GuidedRounding
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.microbatch import collate_rollout, take
+from trace_lightning.rollout.scoring import score
 from trace_lightning.tasks.base import Task
 from trace_lightning.tasks.environment import Step
 from trace_lightning.tasks.environment_pool import Processes
@@ -302,3 +304,31 @@ def test_recorded_distributions_are_those_of_drawn_tokens() -> None:
         assert observed
         if name == "support_ids":
             assert (ids == micro.token_ids_BT[micro.mask_BT].unsqueeze(1)).any(1).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", [KV4, W4A4KV4], ids=["kv4", "w4a4kv4"])
+def test_the_trainer_agrees_about_every_turn(recipe: QuantRecipe, device: str) -> None:
+    """On a GPU with graphs, windows of four steps, and too few pages: the trainer's own path over the same batch."""
+    policy = make_policy("qwen3", recipe, head_dim=64).to(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    settings = {"page_size": 16, "kv_cache_tokens": 128, "decode_window": 4, "max_num_seqs": 8}
+    engine = make_engine(copy.deepcopy(policy), recipe, dtype=dtype, **settings)
+    for _ in range(3 if device == "cuda" else 1):  # graphs are captured when a shape comes up again
+        ours = talk()
+        ours.pool = Late(ours.pool)  # type: ignore[assignment]
+        drawn = generate(engine, ours)
+    assert drawn.stats["preempted"] > 0
+    for completion in drawn.completions:
+        check_tokens(completion)
+    batch = RolloutBatch(prompts=PROMPTS, num_generations=4, guidance=drawn.guidance)
+    collate_rollout(batch, drawn.completions, pad_token_id=0)
+    batch.advantages_B = torch.zeros(16)
+    micro = take(batch, list(range(16)), torch.device(device))
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logprobs, _ = score(policy, micro, temperature=0.8)
+    gaps = (logprobs - micro.rollout_logprobs_BT)[micro.mask_BT].abs()
+    assert len(gaps) == drawn.stats["generated_tokens"]
+    assert gaps.mean() < (0.05 if device == "cuda" else 1e-5)
+    assert micro.guidance is not None
+    assert micro.guidance.mismatch.compute()["after"] <= (0.001 if device == "cuda" else 0)
