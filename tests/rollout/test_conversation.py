@@ -7,6 +7,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tiny import EOS, Scorer, TinyTokenizer, make_engine, make_policy, make_prom
 from trace_lightning.quantization.rounding import GuidedRounding
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.conversation import Conversations
+from trace_lightning.rollout.engine import LocalEngine
+from trace_lightning.rollout.graphs import GraphCache
 from trace_lightning.rollout.microbatch import collate_rollout, take
 from trace_lightning.rollout.scoring import score
 from trace_lightning.tasks.base import Task
@@ -308,16 +311,20 @@ def test_recorded_distributions_are_those_of_drawn_tokens() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", [KV4, W4A4KV4], ids=["kv4", "w4a4kv4"])
-def test_the_trainer_agrees_about_every_turn(recipe: QuantRecipe, device: str) -> None:
-    """On a GPU with graphs, windows of four steps, and too few pages: the trainer's own path over the same batch."""
+def test_the_trainer_agrees_about_every_turn(recipe: QuantRecipe, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of four steps, too few pages: the trainer's own path over the same batch. A CPU plays its graphs."""
+    if device == "cpu":
+        monkeypatch.setattr(GraphCache, "_capture", lambda self, step: SimpleNamespace(replay=step))
+        monkeypatch.setattr(LocalEngine, "_graphs_for", lambda self, state, params: self._graphs)
     policy = make_policy("qwen3", recipe, head_dim=64).to(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     settings = {"page_size": 16, "kv_cache_tokens": 128, "decode_window": 4, "max_num_seqs": 8}
     engine = make_engine(copy.deepcopy(policy), recipe, dtype=dtype, **settings)
-    for _ in range(3 if device == "cuda" else 1):  # graphs are captured when a shape comes up again
+    for _ in range(3 if device == "cuda" else 2):  # graphs are captured when a shape comes up again
         ours = talk()
         ours.pool = Late(ours.pool)  # type: ignore[assignment]
         drawn = generate(engine, ours)
+    assert engine._graphs.num_replays > 0
     assert drawn.stats["preempted"] > 0
     for completion in drawn.completions:
         check_tokens(completion)
