@@ -138,6 +138,18 @@ class Late:
         return self.pool.answers(wait) if wait else []
 
 
+@pytest.mark.parametrize(("family", "decoder"), [("mistral", "fused"), ("gpt2", "hf")])
+def test_other_families(family: str, decoder: str) -> None:
+    """Sliding windows and learned positions behind a context that is in the pages already."""
+    policy = make_policy(family, PLAIN, dtype=torch.float64)
+    generation = generate(make_engine(policy, PLAIN, dtype=torch.float64, decoder=decoder))
+    for completion in generation.completions:
+        check_tokens(completion)
+    ours = torch.tensor([value for c in generation.completions for value in c.logprobs])
+    theirs = Scorer(PROMPTS, generation, 4).logprobs(policy, 0.8)
+    assert (theirs - ours)[drawn_mask(generation.completions)].abs().max() <= 1e-4
+
+
 def conversations_of(generation: Generation) -> list[Any]:
     return [(c.token_ids, c.finish_reason, said(c)) for c in generation.completions]
 

@@ -13,7 +13,6 @@ observation are prefilled behind them, in the same passes as new prompts, and it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from trace_lightning.quantization.recorder import SiteViews
 from trace_lightning.rollout.base import Generation, Progress
-from trace_lightning.rollout.batch import PrefillBatch, Segment
+from trace_lightning.rollout.batch import PrefillBatch, Segment, prefill_passes
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.decode_state import EMPTY, LENGTH, RUNNING, DecodeState
 from trace_lightning.rollout.decode_step import decode_step, draw
@@ -129,7 +128,7 @@ class GenerationRun:
             start = sequence.turns[-1].start - 1  # the last token drawn before the observation
             ids = sequence.token_ids[start:]
             unfed.append((sequence, Segment(ids, sequence.prompt_length + start, sequence.pages)))
-        for passed in self._passes(unfed):
+        for passed in prefill_passes(unfed, self.prefill_tokens):
             passed.sort(key=lambda item: item[1].shape)
             segments = [segment for _, segment in passed]
             views = None
@@ -143,25 +142,6 @@ class GenerationRun:
                 owner.first_logits = row
         if self.recording is not None and groups:
             self.recording.read_prompts(groups)
-
-    def _passes(self, unfed: list[tuple[Owner, Segment]]) -> Iterator[list[tuple[Owner, Segment]]]:
-        """Cut what is to be fed into passes of at most `prefill_tokens` tokens; an owner's parts come in order."""
-        current: list[tuple[Owner, Segment]] = []
-        room = self.prefill_tokens
-        for owner, whole in unfed:
-            ids, start = whole.token_ids, 0
-            while start < len(ids):
-                if room == 0 or (start == 0 and current and len(ids) > room):
-                    yield current
-                    current, room = [], self.prefill_tokens
-                part = ids[start : start + room]
-                current.append((owner, Segment(part, whole.start + start, whole.pages)))
-                start, room = start + len(part), room - len(part)
-                if start < len(ids):  # the next part needs this one's K and V
-                    yield current
-                    current, room = [], self.prefill_tokens
-        if current:
-            yield current
 
     def _seat(self, started: list[Sequence], first: int) -> None:
         """Fill the rows `first ...` for sequences that begin, or that come back after a preemption."""

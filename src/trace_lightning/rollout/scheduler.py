@@ -143,7 +143,7 @@ class Scheduler:
         admitted: list[Group] = []
         taken = len(self.running) + len(self.ready) + sum(group.num_waiting for group in self.open)
         seats, spare = self.max_num_seqs - taken, self.pool.num_free - taken
-        while self.waiting and seats > 0:
+        while self.waiting and seats > 0 and not self.ready:  # those that are under way have the next free pages
             group = self.waiting[0]
             needed = self.pool.pages_for(len(group.token_ids))
             alone = not (self.running or self.open)
