@@ -170,6 +170,21 @@ def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path) -> None:
     assert torch.equal(weights(second), weights(whole))
 
 
+def test_processes_of_environments_end_with_the_run() -> None:
+    class Apart(CalculatorProducts):
+        environments_in_process = False
+
+    kept = Batches()
+    trainer = fit(make_module(), Apart(), kept, num_generations=2)
+    (batch,) = kept.batches
+    assert batch.stats["env_steps"] >= 8
+    assert not any(completion.error for completion in batch.completions)
+    (rollout,) = [callback for callback in trainer.callbacks if isinstance(callback, Rollout)]  # type: ignore[attr-defined]
+    talk = rollout._conversations.of(batch)
+    assert talk is not None
+    assert talk.pool._servers == []  # type: ignore[attr-defined]
+
+
 class Deaf(LocalEngine):
     takes_turns = False
 

@@ -211,8 +211,8 @@ class TestProcesses:
             assert completion.token_ids == whole.token_ids[: whole.turns[0].end]
         failed = sum(bool(completion.error) for completion in drawn)
         assert failed >= 10
-        assert ours.errors + ours.timeouts == failed
-        assert 1 <= ours.timeouts <= 2
+        assert sum(ours.failures.values()) == failed
+        assert 1 <= ours.failures["timeouts"] <= 2
         assert caplog.text.count("the completion is not scored") == 2  # the first of each kind
         ours.stop_if_all_failed()
 
@@ -223,7 +223,7 @@ class TestProcesses:
         policy = make_policy("qwen3", PLAIN, dtype=torch.float64)
         engine = make_engine(policy, PLAIN, dtype=torch.float64, max_num_seqs=4)
         drawn = engine.generate(prompts, params(), num_samples=2, conversations=ours)
-        assert ours.timeouts == 0
+        assert ours.failures["timeouts"] == 0
         assert drawn.stats["env_steps"] == len(list(tmp_path.iterdir())) > 22
         alone = engine.generate(prompts, params(), num_samples=2, conversations=talk())
         assert conversations_of(drawn) == conversations_of(alone)

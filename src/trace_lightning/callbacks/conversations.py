@@ -65,7 +65,7 @@ class TaskConversations:
     def metrics(self, batch: RolloutBatch) -> dict[str, float]:
         """Failures of environments so far: `turns/{errors,timeouts}`; nothing without environments."""
         talk = self.of(batch)
-        return {} if talk is None else {"turns/errors": float(talk.errors), "turns/timeouts": float(talk.timeouts)}
+        return {} if talk is None else {f"turns/{kind}": float(count) for kind, count in talk.failures.items()}
 
     def close(self) -> None:
         """End the environments."""

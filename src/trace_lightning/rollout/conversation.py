@@ -50,7 +50,7 @@ class Conversations:
         self.limits, self.tokenizer = limits, tokenizer
         self.encode = ObservationEncoder(tokenizer, task.observation_role, template_variables)
         self.pool = environment_pool(task, limits.max_environments)
-        self.errors = self.timeouts = 0  # over the whole run
+        self.failures = {"errors": 0, "timeouts": 0}  # over the whole run
         self._last_error = ""
         self._failed = self._ended = 0
         self._asked: dict[int, Sequence] = {}
@@ -127,12 +127,11 @@ class Conversations:
 
     def _failure(self, sequence: Sequence, failure: Failure) -> None:
         limits = f" (rollout.turns: step_timeout_s={self.limits.step_timeout_s:g}, timeout_s={self.limits.timeout_s:g})"
-        reason = f"environment: {failure.reason}{limits * failure.timed_out}"
-        sequence.error = self._last_error = reason
+        reason = sequence.error = self._last_error = f"environment: {failure.reason}{limits * failure.timed_out}"
         kind = "timeouts" if failure.timed_out else "errors"
-        setattr(self, kind, getattr(self, kind) + 1)
+        self.failures[kind] += 1
         self._failed += 1
-        if getattr(self, kind) == 1:
+        if self.failures[kind] == 1:
             text = sequence.turns[-1].text[:80]
             log.warning("%s on %r; the completion is not scored\n%s", reason, text, failure.traceback)
         self._end(sequence, "stop")
