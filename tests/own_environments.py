@@ -53,6 +53,8 @@ class Misbehaving(Counting):
                 raise RuntimeError("the tool broke")
             case "hang":
                 time.sleep(3600)
+            case "dawdle":
+                time.sleep(0.4)
             case "die":
                 os._exit(3)
             case "number":

@@ -229,6 +229,19 @@ class TestProcesses:
         assert conversations_of(drawn) == conversations_of(alone)
         ours.close()
 
+    def test_all_calls_of_a_conversation_have_a_limit_too(self) -> None:
+        """Each answer is in time; the second one goes beyond what the conversation has left."""
+        ours = talk(Talk(Misbehaving, in_process=False), replace(LIMITS, timeout_s=0.6))
+        engine = make_engine(make_policy("qwen3", PLAIN), PLAIN)
+        drawn = engine.generate(with_info(how=["dawdle"] * 4), params(), conversations=ours).completions
+        ours.close()
+        assert ours.failures["timeouts"] == sum(bool(completion.error) for completion in drawn) > 0
+        for completion in drawn:
+            asked_twice = len([turn for turn in completion.turns if turn.source == "policy"]) > 1 and completion.error
+            assert not asked_twice or re.match(
+                r"environment: timed out after 0\.\d+ s .* timeout_s=0\.6", completion.error
+            )
+
     def test_no_more_processes_than_allowed(self) -> None:
         pool = Processes(Talk(in_process=False), 1)
         pool.start(0, Problem(prompt=""))
