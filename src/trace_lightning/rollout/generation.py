@@ -159,9 +159,10 @@ class GenerationRun:
         state.status[rows] = RUNNING
         width = max(len(s.pages) for s in started) or 1
         state.page_table[rows, :width] = column([s.pages + [0] * (width - len(s.pages)) for s in started]).int()
-        for row, sequence in enumerate(started, first):
-            if sequence.token_ids:
-                state.restore(row, sequence.token_ids, sequence.logprobs, sequence.support, sequence.topk)
+        back = [(row, sequence) for row, sequence in enumerate(started, first) if sequence.token_ids]
+        if back:
+            fields = ("token_ids", "logprobs", "support", "topk")
+            state.restore([row for row, _ in back], *([getattr(s, name) for _, s in back] for name in fields))
         if self.prefixes is not None:
             self.prefixes.dirty = True
 
