@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from test_docs import undocumented
+from test_docs import NOT_METRICS, undocumented
 from trace_lightning.callbacks import Rollout
 from trace_lightning.cli import main
 from trace_lightning.models.resolve import cache_dir
@@ -60,6 +61,8 @@ def test_every_config_has_a_header_and_runs(config, tmp_path, monkeypatch):
     run(monkeypatch, "fit", "--config", str(config), *SMALL, *extra, "--runs_dir", str(tmp_path))
     (summary,) = tmp_path.glob("*/version_0/summary.json")
     assert json.loads(summary.read_text())["steps"] >= 1
+    with (summary.parent / "metrics.csv").open() as file:
+        assert not undocumented(set(next(csv.reader(file))) - NOT_METRICS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

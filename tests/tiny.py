@@ -90,6 +90,10 @@ class TinyTokenizer:
         kept = [i for i in ids if not (skip_special_tokens and i == EOS)]
         return "".join(chr(i) if 32 <= i < 127 else f"<{i}>" for i in kept)
 
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        assert not add_special_tokens, "what is appended to a prompt begins with no BOS"
+        return {"input_ids": [ord(character) for character in text]}
+
     def batch_decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         return [self.decode(row) for row in rows]
 

@@ -8,6 +8,8 @@ from trace_lightning.types import (
     QuantRecipe,
     RolloutBatch,
     SamplingParams,
+    Turn,
+    TurnLimits,
 )
 from trace_lightning.version import __version__
 
@@ -19,5 +21,7 @@ __all__ = [
     "QuantRecipe",
     "RolloutBatch",
     "SamplingParams",
+    "Turn",
+    "TurnLimits",
     "__version__",
 ]

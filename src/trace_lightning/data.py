@@ -23,7 +23,7 @@ from trace_lightning.loading import LoaderChain, PromptLoader, PromptOrder, Shuf
 from trace_lightning.ranks import together
 from trace_lightning.tasks.base import Task
 from trace_lightning.tasks.mixture import SOURCE
-from trace_lightning.types import EvalSpec, Problem, Prompt, RolloutBatch, SamplingParams
+from trace_lightning.types import EvalSpec, Problem, Prompt, RolloutBatch, SamplingParams, TurnLimits
 
 log = logging.getLogger(__name__)
 
@@ -152,17 +152,18 @@ class PromptDataModule(pl.LightningDataModule):
         """What the model's context leaves for a prompt beside the longest completion, or what is set."""
         trainer: Any = self.trainer
         context: int | None = trainer.lightning_module.context_length
-        samplings = [callback.sampling for callback in trainer.callbacks if hasattr(callback, "sampling")]
-        sampling: SamplingParams | None = samplings[0] if samplings else None
-        if spec is not None and spec.sampling is not None:
-            sampling = spec.sampling
-        if context is not None and sampling is not None:
-            context -= sampling.max_new_tokens
-            if context < 1:
+        rollouts = [callback for callback in trainer.callbacks if hasattr(callback, "sampling")]
+        if context is not None and rollouts:
+            sampling: SamplingParams = getattr(spec, "sampling", None) or rollouts[0].sampling
+            name, longest = "sampling.max_new_tokens", sampling.max_new_tokens
+            if (getattr(spec, "task", None) or self.task).has_environments:
+                limits = getattr(rollouts[0], "turns", None) or TurnLimits()
+                name, longest = "turns.max_total_tokens", limits.max_total_tokens
+            if context <= longest:
                 raise ValueError(
-                    f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's "
-                    f"context of {context + sampling.max_new_tokens} tokens"
+                    f"rollout.{name}={longest} leaves no room for a prompt in the model's context of {context} tokens"
                 )
+            context -= longest
         return self.max_prompt_length or context
 
     def _tokenise(

@@ -330,7 +330,7 @@ class PolicyModule(pl.LightningModule):
         optimizer: Optimizer = self.optimizers()  # type: ignore[assignment]
         optimizer.zero_grad()
         self._mismatch.append(MismatchCounts())
-        counts = self._global_counts(batch.completion_mask_BT[indices], batch.sampling.max_new_tokens)
+        counts = self._global_counts(batch.completion_mask_BT[indices], batch.max_drawn)
         qat: Any = self.policy.trace_qat
         with qat.cache_weights(keep=not is_sharded(self.policy)):
             plan = self._plan(batch, indices)

@@ -291,6 +291,37 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnLimits:
+    """How long a conversation of the policy with an environment may get; for tasks that have environments.
+
+    A turn of the policy is also bounded by `sampling.max_new_tokens`. A conversation that reaches any limit of length
+    ends there and counts as cut (finish reason `length`); one over a limit of time has failed and is not scored.
+
+    Args:
+        max_turns: turns of the policy.
+        max_total_tokens: tokens after the prompt, those of the environment included.
+        step_timeout_s: seconds that one call of an environment may take.
+        timeout_s: seconds that the environment of one conversation may take in all its calls.
+        max_environments: environments that are alive at the same time; each is a process, unless the task says
+            otherwise.
+    """
+
+    max_turns: int = 8
+    max_total_tokens: int = 1024
+    step_timeout_s: float = 10.0
+    timeout_s: float = 60.0
+    max_environments: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_total_tokens", "max_environments"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.turns.{name}={getattr(self, name)} must be at least 1")
+        for name in ("step_timeout_s", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"rollout.turns.{name}={getattr(self, name)} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalSpec:
     """How one held-out set is drawn and judged. Its values are logged as `heldout/<name>/...`.
 
@@ -346,9 +377,28 @@ class Prompt:
     uid: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a conversation: tokens `start ... end - 1` of the completion, and their text.
+
+    `reward` is what the environment gave for a turn of the policy. What an environment says last is fed to nobody: such
+    a turn has text and no tokens.
+    """
+
+    source: Literal["policy", "environment"]
+    start: int
+    end: int
+    text: str
+    reward: float | None = None
+
+
 @dataclass(kw_only=True)
 class Completion:
-    """One sampled answer.
+    """One sampled answer, or one conversation.
+
+    In a conversation `token_ids` is everything after the prompt and `turns` say whose each token is; without an
+    environment `turns` is empty and all tokens are the policy's. Entries that belong to an environment's token are
+    filled in: log-prob 0, support and most likely ids -1. `error` says why the environment failed, if it did.
 
     `logprobs[i]` belongs to `token_ids[i]`, under the distribution it was drawn from. `guidance_rows` maps every token
     that was fed to the model (prompt and completion without the last token) to a row of the rollout's GuidanceRecord.
@@ -366,6 +416,20 @@ class Completion:
     support_ids: Tensor | None = None
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
+    turns: list[Turn] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def drawn(self) -> list[range]:
+        """Indices of the tokens that the policy drew, turn by turn."""
+        if not self.turns:
+            return [range(len(self.token_ids))]
+        return [range(turn.start, turn.end) for turn in self.turns if turn.source == "policy"]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the policy drew: what lengths, means and throughput count."""
+        return sum(map(len, self.drawn))
 
 
 @dataclass(kw_only=True)
@@ -388,10 +452,18 @@ class RolloutBatch:
     evaluation: EvalSpec | None = None  # of a held-out set with settings of its own
     advantages_B: Tensor | None = None
     sampling: SamplingParams | None = None
+    turn_limits: TurnLimits | None = None  # of conversations with environments
     guidance: GuidanceRecord | None = None
     policy_version: int = -1
     seconds: dict[str, float] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)  # the engine's counts
+
+    @property
+    def max_drawn(self) -> int:
+        """Tokens that the policy can draw for one completion."""
+        assert self.sampling is not None
+        longest, limits = self.sampling.max_new_tokens, self.turn_limits
+        return longest if limits is None else min(limits.max_total_tokens, limits.max_turns * longest)
 
     def to(self, device: Any) -> RolloutBatch:
         """Itself, where it is (Lightning calls this): micro-batches are moved one by one, before their forward."""

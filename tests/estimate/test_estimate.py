@@ -476,6 +476,9 @@ class TestCommand:
         assert plan.guided_sites.keys() == {(layer, site) for layer in range(28) for site in ("k", "v")}
         assert (plain.recipe, plain.samples) == (QuantRecipe(), 4)
 
+    def test_a_conversation_takes_what_all_its_turns_may(self):
+        assert read_config(ROOT / "configs" / "grpo_tools.yaml")["new_tokens"] == 32
+
     def test_a_model_from_its_directory(self):
         (_, plan), _ = plans(["--model.path", "builtin:tiny-qwen3", "--prompt_length", "16", "--new_tokens", "32"])
         assert plan.shape.hidden > 0

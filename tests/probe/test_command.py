@@ -140,6 +140,7 @@ def test_random_weights_of_a_shape(tmp_path):
         (["--rollout.sampling.top_p", "0.9"], ["record_support"]),
         (["--recipe.wieghts", "nvfp4"], ["wieghts", "weights"]),
         (["--device", "cuda"], ["torch sees no GPU"]),
+        (["--data.task", "CalculatorProducts"], ["CalculatorProducts has environments", "single turn"]),
         (["--recipe.activations", "nvfp4", "--recipe.residual_share", "0.5"], ["residual_share=0"]),
     ],
     ids=lambda value: str(value)[:40],

@@ -20,7 +20,7 @@ from rich.text import Text
 from trace_lightning.callbacks.folder import run_folder, shared_console
 from trace_lightning.callbacks.history import json_safe, mean
 from trace_lightning.models.pieces import TokenPieces
-from trace_lightning.types import RolloutBatch
+from trace_lightning.types import Completion, RolloutBatch
 
 _MAX_CELL = 160  # characters; the file has the rest
 
@@ -31,8 +31,10 @@ class CompletionsLogger(Callback):
     A line holds `step` (optimizer steps behind the weights), `split` (`train`, `heldout`, `test` or `predict`;
     `heldout/NAME` for a set of `data.eval_sets`), `reward` and `rewards` by name (null: not scored), `prompt` (text or
     chat messages), `completion`, `reasons` by name where a reward gave one or failed, `finish_reason`,
-    `policy_version`, `num_tokens`, `mean_logprob` under the rollout, and `tokens`: [text, log-prob] of each token. The
-    texts together are the completion; a token that only begins a character, or ends the completion, has none.
+    `policy_version`, `num_tokens` and `mean_logprob` under the rollout, both of the policy's own tokens, and `tokens`:
+    [text, log-prob] of each. The texts together are the completion; a token that only begins a character, or ends the
+    completion, has none. A conversation has `turns` instead of `tokens`, each with `source` (`policy` or
+    `environment`), `text`, `reward` and, where the policy drew it, its `tokens`.
 
     Args:
         every_n_steps: training rollouts from one logged to the next; the first and the last are always logged, and
@@ -146,16 +148,32 @@ def completion_entries(
             "reasons": {name: texts[i] for name, texts in batch.reward_reasons.items() if texts[i]},
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
-            "num_tokens": len(completion.token_ids),
-            "mean_logprob": mean(completion.logprobs),
-            **({} if pieces is None else {"tokens": _tokens(pieces, completion.token_ids, completion.logprobs)}),
+            "num_tokens": completion.num_drawn,
+            "mean_logprob": mean([completion.logprobs[t] for turn in completion.drawn for t in turn]),
         }
+        | _token_texts(completion, pieces)
         for i, (prompt, completion) in enumerate(batch.sequences())
     ]
 
 
-def _tokens(pieces: TokenPieces, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[list[Any]]:
-    return [[text, round(logprob, 4)] for text, logprob in zip(pieces(token_ids), logprobs, strict=True)]
+def _token_texts(completion: Completion, pieces: TokenPieces | None) -> dict[str, Any]:
+    """`tokens`, or of a conversation `turns`."""
+
+    def tokens(start: int, end: int) -> dict[str, Any]:
+        if pieces is None:
+            return {}
+        pairs = zip(pieces(completion.token_ids[start:end]), completion.logprobs[start:end], strict=True)
+        return {"tokens": [[text, round(logprob, 4)] for text, logprob in pairs]}
+
+    if not completion.turns:
+        return tokens(0, len(completion.token_ids))
+    return {
+        "turns": [
+            {"source": turn.source, "text": turn.text, "reward": turn.reward}
+            | (tokens(turn.start, turn.end) if turn.source == "policy" else {})
+            for turn in completion.turns
+        ]
+    }
 
 
 def completions_table(entries: list[dict[str, Any]], num_samples: int) -> Table:

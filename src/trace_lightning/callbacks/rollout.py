@@ -21,10 +21,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from trace_lightning.callbacks.conversations import TaskConversations, task_of
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
 from trace_lightning.loading import SuccessCurriculum
-from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics
+from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics, TurnMetrics
 from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
@@ -34,8 +35,9 @@ from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
 from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.rollout.rewarding import Scorer
-from trace_lightning.tasks.base import FunctionReward, RewardFn
-from trace_lightning.types import Problem, RolloutBatch, SamplingParams
+from trace_lightning.tasks.base import FunctionReward, RewardFn, Task
+from trace_lightning.tasks.rewards import with_turn_rewards
+from trace_lightning.types import Problem, RolloutBatch, SamplingParams, TurnLimits
 
 log = logging.getLogger(__name__)
 Reward = RewardFn | Callable[[str, Problem], float | None]
@@ -66,6 +68,7 @@ class Rollout(Callback):
             cores there are; 0 runs all rewards in this process, where a call that hangs cannot be cut off.
         reward_time_limit: seconds per reward call in a worker; a call beyond it is stopped and not scored.
         dynamic_sampling: draw other prompts in place of groups whose rewards are all equal; default: keep them.
+        turns: limits of conversations, where the task has environments; default: `TurnLimits()`.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -84,6 +87,7 @@ class Rollout(Callback):
         reward_workers: int | None = None,
         reward_time_limit: float = 10.0,
         dynamic_sampling: DynamicSampling | None = None,
+        turns: TurnLimits | None = None,
     ) -> None:
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -96,7 +100,8 @@ class Rollout(Callback):
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
         self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
-        self.dynamic_sampling = dynamic_sampling
+        self.dynamic_sampling, self.turns = dynamic_sampling, turns
+        self._conversations = TaskConversations(turns)
         self.scorer: Scorer | None = None
         self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
@@ -125,13 +130,14 @@ class Rollout(Callback):
                 pl_module.advantages(torch.zeros(1, 1))
             self._check_refills(trainer)
         if self.scorer is None:
-            functions = self._reward_functions(trainer)
-            self.scorer = Scorer(functions, self.reward_weights, self.reward_workers, self.reward_time_limit)
+            self.scorer = self._new_scorer(self._reward_functions(trainer), self.reward_weights, task_of(trainer))
+        self._conversations.setup(trainer, pl_module, self.engine)
         self._watch = self._watch or ParentWatch.start_for(trainer)
         check_same_settings(trainer, self._settings(trainer, pl_module))
         # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
         pl_module.reward_metrics = RewardMetrics(self.scorer.names)
         pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
+        pl_module.turn_metrics = TurnMetrics()
 
     def _settings(self, trainer: pl.Trainer, module: PolicyModule) -> dict[str, Any]:
         """What must be alike on every rank."""
@@ -143,6 +149,7 @@ class Rollout(Callback):
             "rollout.sampling": self.sampling,
             "rollout.num_generations": self.num_generations,
             "rollout.rewards": self.scorer.names,
+            "rollout.turns": self.turns,
             "data.batch_size": getattr(data, "batch_size", None),
             "number of training prompts": len(prompts),
             "checksum of the training prompts": zlib.crc32(repr(prompts).encode()),
@@ -163,10 +170,11 @@ class Rollout(Callback):
             self._watch.linger_at_exit()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the reward workers."""
+        """End the reward workers and the environments."""
         for scorer in (self.scorer, *self._eval_scorers.values()):
             if scorer is not None:
                 scorer.close()
+        self._conversations.close()
 
     def _scorer(self, batch: RolloutBatch) -> Scorer:
         """The run's scorer, or that of a held-out set with a task of its own."""
@@ -176,8 +184,14 @@ class Rollout(Callback):
             return self.scorer
         name = batch.evaluation.name
         if name not in self._eval_scorers:
-            self._eval_scorers[name] = Scorer(task.rewards(), None, self.reward_workers, self.reward_time_limit)
+            self._eval_scorers[name] = self._new_scorer(task.rewards(), None, task)
         return self._eval_scorers[name]
+
+    def _new_scorer(self, rewards: Sequence[RewardFn], weights: list[float] | None, task: Task | None) -> Scorer:
+        everything = with_turn_rewards(rewards, task)
+        if weights is not None and len(weights) == len(rewards):
+            weights = weights + [1.0] * (len(everything) - len(rewards))
+        return Scorer(everything, weights, self.reward_workers, self.reward_time_limit)
 
     def _check_refills(self, trainer: pl.Trainer) -> None:
         if self.dynamic_sampling is None:
@@ -233,6 +247,9 @@ class Rollout(Callback):
                 self._refill(trainer, pl_module, batch, sampling)
             assert self.scorer is not None
             self.scorer.stop_if_all_failed()
+            talk = self._conversations.of(batch)
+            if talk is not None:
+                talk.stop_if_all_failed()
         self._rollouts += 1
         if self.mask_truncated_completions:
             assert batch.completion_mask_BT is not None
@@ -245,11 +262,13 @@ class Rollout(Callback):
     ) -> None:
         """Log rewards, completions and throughput of the step."""
         assert batch.rewards_B is not None
-        metrics = (pl_module.reward_metrics, pl_module.completion_metrics, pl_module.throughput_metrics)
+        names = ("reward_metrics", "completion_metrics", "throughput_metrics", "turn_metrics")
+        metrics = [getattr(pl_module, name) for name in names]
         metrics[0].update(batch.rewards_B.view(-1, batch.num_generations).to(pl_module.device), batch.rewards_by_name)
-        lengths = torch.tensor([len(c.token_ids) for c in batch.completions], device=pl_module.device)
+        lengths = torch.tensor([c.num_drawn for c in batch.completions], device=pl_module.device)
         ended = torch.tensor([c.finish_reason == "stop" for c in batch.completions], device=pl_module.device)
         metrics[1].update(lengths, ended)
+        metrics[3].update(batch.completions, batch.stats)
         seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
         drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
         metrics[2].update(drawn, **seconds)
@@ -271,7 +290,7 @@ class Rollout(Callback):
         """Counts of this step, and of the run for failed rewards, over all ranks; of refills the mean over ranks."""
         assert self.scorer is not None
         own = {"num_tokens": float(num_tokens), "rollout/preempted": float(batch.stats.get("preempted", 0))}
-        own |= self.scorer.metrics()
+        own |= self.scorer.metrics() | self._conversations.metrics(batch)
         mine = torch.tensor(list(own.values()), dtype=torch.float64, device=trainer.strategy.root_device)
         total = trainer.strategy.reduce(mine, reduce_op="sum")
         counts = dict(zip(own, map(float, total.tolist()), strict=True))
@@ -363,17 +382,24 @@ class Rollout(Callback):
     def _generate(
         self, module: PolicyModule, batch: RolloutBatch, sampling: SamplingParams, num_generations: int, *, record: bool
     ) -> Generation:
-        generation = Generation(completions=[])
+        generation, talk = Generation(completions=[]), self._conversations.of(batch)
         if batch.prompts:  # a rank may have none in the last batch of an evaluation
             was_training = module.training
             module.eval()
+            turns: dict[str, Any] = {} if talk is None else {"conversations": talk}
             generation = self.engine.generate(
-                batch.prompts, sampling, num_samples=num_generations, record_guidance=record, progress=self._advance
+                batch.prompts,
+                sampling,
+                num_samples=num_generations,
+                record_guidance=record,
+                progress=self._advance,
+                **turns,
             )
             module.train(was_training)
         elif not getattr(self.engine, "keep_snapshot", True):
             self.engine.release()  # type: ignore[attr-defined]  # as `generate` does: ranks must agree on what to sync
         batch.num_generations, batch.sampling = num_generations, sampling
+        batch.turn_limits = None if talk is None else talk.limits
         pad = module.tokenizer.pad_token_id
         collate_rollout(batch, generation.completions, pad)
         return generation

@@ -92,6 +92,8 @@ def read_config(path: Path) -> dict[str, Any]:
         return value
 
     found = {name: value for name, dotted in _FROM_CONFIG.items() if (value := find(dotted)) is not None}
+    if find("rollout.turns.max_total_tokens"):  # what a conversation takes, all turns and the environment's included
+        found["new_tokens"] = find("rollout.turns.max_total_tokens")
     if isinstance(found.get("gpus"), list):
         found["gpus"] = len(found["gpus"])
     if not isinstance(found.setdefault("gpus", 1), int) or found["gpus"] < 1:

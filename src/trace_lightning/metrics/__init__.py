@@ -8,6 +8,7 @@ from trace_lightning.metrics.functional import argmax_agreement, divergence_metr
 from trace_lightning.metrics.positions import PositionMetrics, PositionSlope, position_curve, position_slope
 from trace_lightning.metrics.reward import RewardMetrics
 from trace_lightning.metrics.throughput import ThroughputMetrics
+from trace_lightning.metrics.turns import TurnMetrics
 
 __all__ = [
     "CompletionMetrics",
@@ -16,6 +17,7 @@ __all__ = [
     "PositionSlope",
     "RewardMetrics",
     "ThroughputMetrics",
+    "TurnMetrics",
     "argmax_agreement",
     "audit_metrics",
     "audit_values",

@@ -38,7 +38,7 @@ def evaluation_values(batch: RolloutBatch) -> dict[str, tuple[Tensor, int]]:
     """
     assert batch.rewards_B is not None
     scored = batch.rewards_B[~batch.rewards_B.isnan()]
-    lengths = torch.tensor([float(len(c.token_ids)) for c in batch.completions])
+    lengths = torch.tensor([float(c.num_drawn) for c in batch.completions])
     values = {"reward": (scored.mean(), len(scored))} if len(scored) else {}
     values["mean_length"] = (lengths.mean(), len(lengths))
     spec = batch.evaluation

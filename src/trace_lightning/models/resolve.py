@@ -1,6 +1,6 @@
 """From what a user writes for a model to a directory on disk. Nothing here touches the network.
 
-    builtin:tiny-qwen3     the checkpoint inside this package
+    builtin:tiny-qwen3     a checkpoint inside this package, as is builtin:tiny-qwen3-tools
     prepared:smollm2       what `trace-fit prepare smollm2` left in the cache
     anything else          a directory with config.json, as `save_pretrained` writes it
 
@@ -15,7 +15,7 @@ import importlib.resources
 import os
 from pathlib import Path
 
-BUILTIN = {"tiny-qwen3": "tiny_qwen3"}
+BUILTIN = {"tiny-qwen3": "tiny_qwen3", "tiny-qwen3-tools": "tiny_qwen3_tools"}
 PREPARED = {"smollm2": "smollm2-135m-instruct"}
 
 

@@ -181,6 +181,11 @@ def make_plan(parsed: Namespace, tokenizer: Any, config: Any, device: torch.devi
     task: Task | None = parsed.data.task
     if task is None and parsed.shape is None and not settings.prompt and parsed.model.path == _BUILTIN:
         task = TwoDigitAddition()
+    if task is not None and task.has_environments:
+        raise ValueError(
+            f"{type(task).__name__} has environments, and the probe draws answers of a single turn: give another "
+            "--data.task, or texts by --prompt"
+        )
     if parsed.shape is not None:
         prompts = random_prompts(settings.num_prompts, _RANDOM_PROMPT, config.vocab_size, settings.seed)
     elif settings.texts:

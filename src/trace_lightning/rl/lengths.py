@@ -29,9 +29,9 @@ class LengthPenalty(ABC):
         """The term.
 
         Args:
-            lengths_PG: int64, tokens of each answer, EOS included.
+            lengths_PG: int64, tokens of each answer that the policy drew, EOS included.
             rewards_PG: FP32, NaN where not scored.
-            limit: `sampling.max_new_tokens`.
+            limit: the most there can be: `sampling.max_new_tokens`, in conversations that of all turns.
 
         Returns:
             FP32 [P, G], finite.

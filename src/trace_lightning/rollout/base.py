@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_lightning.quantization.guidance import GuidanceRecord
 from trace_lightning.types import Completion, Prompt, QuantRecipe, SamplingParams
+
+if TYPE_CHECKING:
+    from trace_lightning.rollout.conversation import Conversations
 
 Progress = Callable[[int, int], None]  # (finished sequences, all sequences)
 
@@ -33,7 +37,14 @@ class Generation:
 
 
 class RolloutEngine(ABC):
-    """Draws completions from a snapshot of the policy. See the contract at the top of this file."""
+    """Draws completions from a snapshot of the policy. See the contract at the top of this file.
+
+    Attributes:
+        takes_turns: whether `generate` knows `conversations`; others are never given it, and refused for tasks that
+            have environments.
+    """
+
+    takes_turns: bool = False
 
     @abstractmethod
     def setup(
@@ -70,8 +81,18 @@ class RolloutEngine(ABC):
         num_samples: int = 1,
         record_guidance: bool = False,
         progress: Progress | None = None,
+        conversations: Conversations | None = None,
     ) -> Generation:
-        """Draw `num_samples` completions for each prompt; sample j of prompt i is completion `i * num_samples + j`."""
+        """Draw `num_samples` completions for each prompt; sample j of prompt i is completion `i * num_samples + j`.
+
+        Args:
+            prompts: what to complete.
+            params: how; `max_new_tokens` bounds each turn.
+            num_samples: per prompt.
+            record_guidance: whether the rounding is recorded.
+            progress: called between steps.
+            conversations: of a task with environments: completions are then conversations with them.
+        """
 
     def widen_guidance(self) -> bool:
         """Record every site that can be guided from the next `generate` on; whether that is more than before."""

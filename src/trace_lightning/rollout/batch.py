@@ -15,10 +15,10 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from trace_kernels.page_gather import gather_pages
 from trace_lightning.quantization.recorder import SiteViews
 
 log = logging.getLogger(__name__)
+Owner = TypeVar("Owner")  # whose tokens a segment has
 
 
 @dataclass(kw_only=True)
@@ -113,6 +114,26 @@ class Segment:
     def shape(self) -> tuple[int, int]:
         """Fed tokens and whole context."""
         return len(self.token_ids), self.start + len(self.token_ids)
+
+
+def prefill_passes(unfed: Sequence[tuple[Owner, Segment]], most: int) -> Iterator[list[tuple[Owner, Segment]]]:
+    """Cut what is to be fed into passes of at most `most` tokens; an owner's parts come in order, one a pass."""
+    current: list[tuple[Owner, Segment]] = []
+    room = most
+    for owner, whole in unfed:
+        ids, start = whole.token_ids, 0
+        while start < len(ids):
+            if room == 0 or (start == 0 and current and len(ids) > room):
+                yield current
+                current, room = [], most
+            part = ids[start : start + room]
+            current.append((owner, Segment(part, whole.start + start, whole.pages)))
+            start, room = start + len(part), room - len(part)
+            if start < len(ids):  # the next part needs this one's K and V
+                yield current
+                current, room = [], most
+    if current:
+        yield current
 
 
 @dataclass(kw_only=True)

@@ -39,12 +39,11 @@ def assign_advantages(
         a penalty.
     """
     assert batch.rewards_B is not None
-    assert batch.sampling is not None
     rewards_PG = batch.rewards_B.view(-1, batch.num_generations)
     term_PG: Tensor | None = None
     if penalty is not None:
-        lengths_PG = torch.tensor([len(c.token_ids) for c in batch.completions]).view_as(rewards_PG)
-        term_PG = penalty(lengths_PG, rewards_PG, batch.sampling.max_new_tokens)
+        lengths_PG = torch.tensor([c.num_drawn for c in batch.completions]).view_as(rewards_PG)
+        term_PG = penalty(lengths_PG, rewards_PG, batch.max_drawn)
         rewards_PG = rewards_PG + term_PG
     gathered = gather(rewards_PG)
     everyone = gathered.cpu()

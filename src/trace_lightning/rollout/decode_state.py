@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trace_lightning.rollout.sampler import Sampled
 
@@ -110,20 +111,26 @@ class DecodeState:
 
     def restore(
         self,
-        row: int,
-        tokens: list[int],
-        logprobs: list[float],
-        support: Tensor | None,
-        topk: tuple[Tensor, Tensor] | None = None,
+        rows: list[int],
+        tokens: list[list[int]],
+        logprobs: list[list[float]],
+        support: list[Tensor | None],
+        topk: list[tuple[Tensor, Tensor] | None],
     ) -> None:
-        """Put back what a preempted sequence had drawn."""
-        self.tokens[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32, device=self.device)
-        self.logprobs[row, : len(tokens)] = torch.tensor(logprobs, device=self.device)
-        if self.support is not None and support is not None:
-            self.support[row, : len(tokens)] = support.to(self.device).int()
-        if self.topk_ids is not None and self.topk_logprobs is not None and topk is not None:
-            self.topk_ids[row, : len(tokens)] = topk[0].to(self.device).int()
-            self.topk_logprobs[row, : len(tokens)] = topk[1].to(self.device)
+        """Put back what sequences had drawn before they lost their rows, one entry per row, in one copy per table."""
+        index = torch.tensor(rows, device=self.device)
+
+        def put(table: Tensor, parts: list[Tensor]) -> None:
+            padded = pad_sequence(parts, batch_first=True).to(self.device, table.dtype)
+            table[index, : padded.shape[1]] = padded  # what it writes behind a sequence's end is drawn over
+
+        put(self.tokens, [torch.tensor(part) for part in tokens])
+        put(self.logprobs, [torch.tensor(part) for part in logprobs])
+        if self.support is not None:
+            put(self.support, [part for part in support if part is not None])
+        if self.topk_ids is not None and self.topk_logprobs is not None:
+            put(self.topk_ids, [part[0] for part in topk if part is not None])
+            put(self.topk_logprobs, [part[1] for part in topk if part is not None])
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows; the sources become empty."""

@@ -10,6 +10,7 @@ CPU the same forward pass runs the kernels' torch references.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Hashable, Iterable
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from trace_lightning.quantization.recorder import (
     free_gpu_memory,
 )
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
+from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.decode_state import DecodeState, StateShape
 from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES, FusedDecoder
@@ -42,7 +44,7 @@ from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS, PrefixTable
 from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.rollout.scheduler import Group, Scheduler
 from trace_lightning.rollout.verify import check_decoder
-from trace_lightning.types import Prompt, QuantRecipe, SamplingParams
+from trace_lightning.types import Completion, Prompt, QuantRecipe, SamplingParams
 
 log = logging.getLogger(__name__)
 _MAX_DISTRIBUTIONS = 4  # of training, evaluation, and two to spare
@@ -50,7 +52,7 @@ _WORTH_KEEPING = 0.875  # of the cache that memory allows: a little more is not 
 
 
 class LocalEngine(RolloutEngine):
-    """FP4 (or FP8, or unquantised) rollouts with a paged KV cache and continuous batching.
+    """FP4 (or FP8, or unquantised) rollouts with a paged KV cache and continuous batching; takes turns.
 
     Args:
         max_num_seqs: sequences that decode side by side.
@@ -110,6 +112,8 @@ class LocalEngine(RolloutEngine):
         self._graphs, self._sync_graph = GraphCache(), GraphCache()
         self._sync_key: Hashable = None
         self._distributions: set[tuple[float, ...]] = set()  # that graphs may have been captured for
+
+    takes_turns = True
 
     @property
     def policy_version(self) -> int:
@@ -301,8 +305,9 @@ class LocalEngine(RolloutEngine):
         if params.beyond_context == "error" or longest >= limit:
             raise ValueError(
                 f"a prompt of {longest} and max_new_tokens={params.max_new_tokens} exceed the context of "
-                f"{type(self._policy).__name__}, {limit} tokens. Lower sampling.max_new_tokens, limit the prompts, or "
-                "let completions end there (sampling.beyond_context=cut)."
+                f"{type(self._policy).__name__}, {limit} tokens. Lower sampling.max_new_tokens (in conversations "
+                "rollout.turns.max_total_tokens), limit the prompts, or let completions end there "
+                "(sampling.beyond_context=cut)."
             )
         return limit
 
@@ -348,6 +353,7 @@ class LocalEngine(RolloutEngine):
         num_samples: int = 1,
         record_guidance: bool = False,
         progress: Progress | None = None,
+        conversations: Conversations | None = None,
     ) -> Generation:
         prompts = list(prompts)
         if not prompts or num_samples < 1:
@@ -357,15 +363,19 @@ class LocalEngine(RolloutEngine):
         for prompt in prompts:
             if not prompt.token_ids:
                 raise ValueError(f"prompt {prompt.uid} is empty: there is nothing to condition on")
-        limit, stop_ids = self._context_limit(prompts, params), self._stop_ids(params)
+        # What rows and pages have to hold, and the context: all turns of a conversation.
+        whole = params
+        if conversations is not None:
+            whole = dataclasses.replace(params, max_new_tokens=conversations.limits.max_total_tokens)
+        limit, stop_ids = self._context_limit(prompts, whole), self._stop_ids(params)
         pool, state = (
-            self._reserve_cache(prompts, params, num_samples),
-            self._reserve_state(prompts, params, num_samples),
+            self._reserve_cache(prompts, whole, num_samples),
+            self._reserve_state(prompts, whole, num_samples),
         )
         assert self._kv is not None
         state.reset(seed=params.seed, stop_ids=stop_ids)
         graphs = self._graphs_for(state, params)
-        most_tokens = sum(len(p.token_ids) for p in prompts) + len(prompts) * num_samples * params.max_new_tokens
+        most_tokens = sum(len(p.token_ids) for p in prompts) + len(prompts) * num_samples * whole.max_new_tokens
         recording = self._recording(state, graphs, most_tokens) if record_guidance else None
         run = GenerationRun(
             decoder=self.decoder,
@@ -375,7 +385,7 @@ class LocalEngine(RolloutEngine):
                 self._groups(prompts, num_samples, audited=recording is not None),
                 pool,
                 max_num_seqs=self.max_num_seqs,
-                max_new_tokens=params.max_new_tokens,
+                max_new_tokens=whole.max_new_tokens,
             ),
             params=params,
             policy_version=self._version,
@@ -385,15 +395,21 @@ class LocalEngine(RolloutEngine):
             graphs=graphs,
             window=1 if graphs is None else self.decode_window,
             prefixes=self._prefix_table(prompts, num_samples, state),
+            conversations=conversations,
         )
         generation = run.run(progress)
         if generation.guidance is not None:
             self._expected_rows = generation.guidance.num_rows * 5 // 4
         for completion in generation.completions:
-            completion.text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            completion.text = self._text(completion)
         if not self.keep_snapshot:
             self.release()
         return generation
+
+    def _text(self, completion: Completion) -> str:
+        if completion.turns:
+            return "".join(turn.text for turn in completion.turns)
+        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
     def _recording(self, state: DecodeState, graphs: GraphCache | None, most_tokens: int) -> RolloutRecording | None:
         """Who records this call, if anything is guided."""

@@ -5,13 +5,14 @@
     decode     `window` steps without looking at what came out; on a GPU, replays of a graph
     retire     read which sequences ended, fetch what they drew, free their pages, close the gaps in the rows
 
-The host waits for the device once per window, to read the status of the rows.
+The host waits for the device once per window, to read the status of the rows. In a conversation (conversation.py) a
+sequence whose turn has ended is parked with its pages; once its environment has answered, the last drawn token and the
+observation are prefilled behind them, in the same passes as new prompts, and it takes a seat again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from trace_lightning.quantization.recorder import SiteViews
 from trace_lightning.rollout.base import Generation, Progress
-from trace_lightning.rollout.batch import PrefillBatch, Segment
+from trace_lightning.rollout.batch import PrefillBatch, Segment, prefill_passes
+from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.decode_state import EMPTY, LENGTH, RUNNING, DecodeState
 from trace_lightning.rollout.decode_step import decode_step, draw
 from trace_lightning.rollout.decoder import Decoder
@@ -30,6 +32,8 @@ from trace_lightning.rollout.prefixes import PrefixTable
 from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.rollout.scheduler import Group, Scheduler, Sequence, rows_of
 from trace_lightning.types import Completion, SamplingParams
+
+Owner = Group | Sequence  # whose tokens are fed
 
 
 @dataclass(kw_only=True)
@@ -48,21 +52,29 @@ class GenerationRun:
     graphs: GraphCache | None = None  # None: every step runs as it is
     window: int = 1  # decode steps between two looks at the status
     prefixes: PrefixTable | None = None
+    conversations: Conversations | None = None
 
     def run(self, progress: Progress | None) -> Generation:
         """Run until the scheduler has no work left; completions come back prompt by prompt."""
         waiting = self.scheduler.waiting
-        total, num_samples = sum(group.num_samples for group in waiting), waiting[0].num_samples
+        total = sum(group.num_samples for group in waiting)
         done: dict[int, Completion] = {}
         self.num_steps, self.prefill_seconds, begin = 0, 0.0, time.perf_counter()
         self._unstored = 0  # graphed decode steps whose record waits in the ring
+        self.scheduler.before_eviction = self._before_eviction
+        if self.conversations is not None:
+            self.conversations.begin(self.context_limit)
         while self.scheduler.has_work:
-            ended = self._retire() if self._start() else []
+            ended = self._take_answers(wait=False)
+            if self._start():
+                ended += self._retire()
             if self.scheduler.running:
                 self._decode()
                 ended += self._retire()
+            elif self.scheduler.parked:
+                ended += self._take_answers(wait=True)
             for sequence in ended:
-                done[sequence.group.index * num_samples + sequence.sample] = self._completion(sequence)
+                done[sequence.number] = self._completion(sequence)
             if progress is not None:
                 progress(len(done), total)
         seconds = time.perf_counter() - begin
@@ -72,22 +84,30 @@ class GenerationRun:
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": seconds - self.prefill_seconds,
             "decode_steps": float(self.num_steps),
-            "generated_tokens": float(sum(len(c.token_ids) for c in completions)),
+            "generated_tokens": float(sum(c.num_drawn for c in completions)),
             "preempted": float(self.scheduler.num_preempted),
         }
         if self.recording is not None:
             stats["guidance_seconds"] = self.recording.seconds
+        if self.conversations is not None:
+            stats |= self.conversations.stats
         record = None if self.recording is None else self.recording.finish(self.policy_version)
         return Generation(completions=completions, guidance=record, stats=stats)
 
     def _start(self) -> bool:
-        """Prefill what fits and draw the first token of every sample that finds a seat; whether any did."""
+        """Prefill what fits and draw the next token of every sample that finds a seat; whether any did."""
         begin = time.perf_counter()
         before = len(self.scheduler.running)
+        resumed = self.scheduler.resume()
         groups = self.scheduler.admit()
-        self._prefill(groups)
+        self._prefill(groups, resumed)
         started, copies = self.scheduler.start()
         self.kv.copy_pages(copies)
+        if self.conversations is not None:
+            for sequence in started:
+                if not sequence.num_drawn:
+                    self.conversations.start(sequence)
+        started = resumed + started
         if started:
             self._seat(started, before)
             logits = torch.stack([_first_logits(sequence) for sequence in started])
@@ -97,44 +117,31 @@ class GenerationRun:
             if self.kv.device.type == "cuda":
                 torch.cuda.synchronize(self.kv.device)
             self.prefill_seconds += time.perf_counter() - begin
-        assert self.scheduler.running, "work is left, but no sequence can start: pages are missing"
+        busy = self.scheduler.running or self.scheduler.parked or not self.scheduler.has_work
+        assert busy, "work is left, but nothing can start: pages are missing"
         return bool(started)
 
-    def _prefill(self, groups: list[Group]) -> None:
-        for passed in self._passes(groups):
+    def _prefill(self, groups: list[Group], resumed: list[Sequence]) -> None:
+        """Feed whole prompts, and what sequences that go on have not been fed of their tokens."""
+        unfed: list[tuple[Owner, Segment]] = [(g, Segment(g.token_ids, 0, g.pages)) for g in groups]
+        for sequence in resumed:
+            start = sequence.turns[-1].start - 1  # the last token drawn before the observation
+            ids = sequence.token_ids[start:]
+            unfed.append((sequence, Segment(ids, sequence.prompt_length + start, sequence.pages)))
+        for passed in prefill_passes(unfed, self.prefill_tokens):
             passed.sort(key=lambda item: item[1].shape)
             segments = [segment for _, segment in passed]
             views = None
             if self.recording is not None:
-                views = self.recording.begin_prefill([g for g, _ in passed], [len(s.token_ids) for s in segments])
+                views = self.recording.begin_prefill([o for o, _ in passed], [len(s.token_ids) for s in segments])
             batch = PrefillBatch.of(segments, self.kv.page_size, self.kv.device, views)
             logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
             if self.recording is not None:
                 self.recording.end_pass(views)
-            for (group, segment), row in zip(passed, logits, strict=True):
-                group.prefilled = segment.shape[1]
-                group.first_logits = row
+            for (owner, _), row in zip(passed, logits, strict=True):
+                owner.first_logits = row
         if self.recording is not None and groups:
             self.recording.read_prompts(groups)
-
-    def _passes(self, groups: list[Group]) -> Iterator[list[tuple[Group, Segment]]]:
-        """Cut the prompts into passes of at most `prefill_tokens` tokens; a group's parts come in order."""
-        current: list[tuple[Group, Segment]] = []
-        room = self.prefill_tokens
-        for group in groups:
-            ids, start = group.token_ids, 0
-            while start < len(ids):
-                if room == 0 or (start == 0 and current and len(ids) > room):
-                    yield current
-                    current, room = [], self.prefill_tokens
-                part = ids[start : start + room]
-                current.append((group, Segment(part, start, group.pages)))
-                start, room = start + len(part), room - len(part)
-                if start < len(ids):  # the next part needs this one's K and V
-                    yield current
-                    current, room = [], self.prefill_tokens
-        if current:
-            yield current
 
     def _seat(self, started: list[Sequence], first: int) -> None:
         """Fill the rows `first ...` for sequences that begin, or that come back after a preemption."""
@@ -152,13 +159,16 @@ class GenerationRun:
         state.status[rows] = RUNNING
         width = max(len(s.pages) for s in started) or 1
         state.page_table[rows, :width] = column([s.pages + [0] * (width - len(s.pages)) for s in started]).int()
-        for row, sequence in enumerate(started, first):
-            if sequence.token_ids:
-                state.restore(row, sequence.token_ids, sequence.logprobs, sequence.support, sequence.topk)
+        back = [(row, sequence) for row, sequence in enumerate(started, first) if sequence.token_ids]
+        if back:
+            fields = ("token_ids", "logprobs", "support", "topk")
+            state.restore([row for row, _ in back], *([getattr(s, name) for _, s in back] for name in fields))
         if self.prefixes is not None:
             self.prefixes.dirty = True
 
     def _limit(self, sequence: Sequence) -> int:
+        if self.conversations is not None:
+            return min(sequence.turn_start + self.params.max_new_tokens, self.conversations.room(sequence))
         limit = self.params.max_new_tokens
         return limit if self.context_limit is None else min(limit, self.context_limit - sequence.prompt_length)
 
@@ -236,21 +246,46 @@ class GenerationRun:
             fed = [drawn - sequence.num_drawn for sequence, drawn in zip(running, count, strict=True)]
             self.recording.end_window(running, fed, self._unstored)
         self._unstored = 0
-        for sequence, code, drawn in zip(running, status, count, strict=True):
+        for sequence, drawn in zip(running, count, strict=True):
             sequence.num_drawn = drawn
-            if code != RUNNING:
-                sequence.finish_reason = "length" if code == LENGTH else "stop"
-        done = [row for row, sequence in enumerate(running) if sequence.finish_reason]
-        if not done:
+        rows = [row for row, code in enumerate(status) if code != RUNNING]
+        if not rows:
             return []
-        self._fetch([running[row] for row in done], done)
+        self._fetch([running[row] for row in rows], rows)
+        for row in rows:
+            self._end_turn(running[row], cut=status[row] == LENGTH)
+        self.scheduler.park([running[row] for row in rows if not running[row].finish_reason])
         if self.recording is not None:
-            self.recording.read_sequences([running[row] for row in done])
+            self.recording.read_sequences([running[row] for row in rows if running[row].finish_reason])
         retired = self.scheduler.retire()
-        self._close_gaps(running, done)
+        self._close_gaps(running, rows)
         if self.prefixes is not None:
             self.prefixes.dirty = True
         return retired
+
+    def _end_turn(self, sequence: Sequence, *, cut: bool) -> None:
+        """A sequence has come to a stop, or to its limit: it is done, unless its environment has the word."""
+        if self.conversations is None:
+            sequence.finish_reason = "length" if cut else "stop"
+        else:
+            self.conversations.ask(sequence, cut=cut)
+
+    def _take_answers(self, *, wait: bool) -> list[Sequence]:
+        """Let sequences go on whose environments have answered; returns those whose conversation is over."""
+        answered = [] if self.conversations is None else self.conversations.answers(wait=wait)
+        over = [sequence for sequence in answered if sequence.finish_reason]
+        if self.recording is not None:
+            self.recording.read_sequences([sequence for sequence in over if sequence.pages])
+        for sequence in answered:
+            if sequence.finish_reason:
+                self.scheduler.leave(sequence)
+            else:
+                self.scheduler.answered(sequence)
+        return over
+
+    def _before_eviction(self, sequence: Sequence) -> None:
+        if self.recording is not None:
+            self.recording.read_sequences([sequence])
 
     def _close_gaps(self, running: list[Sequence], done: list[int]) -> None:
         """Move the last rows into the freed ones, and the scheduler's list with them."""
@@ -289,6 +324,8 @@ class GenerationRun:
             logprobs=sequence.logprobs,
             finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
             policy_version=self.policy_version,
+            turns=sequence.turns,
+            error=sequence.error,
             guidance_rows=rows_of(sequence),
             support_ids=sequence.support,
             topk_ids=None if sequence.topk is None else sequence.topk[0],

@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 def collate_rollout(batch: RolloutBatch, completions: list[Completion], pad_token_id: int) -> None:
-    """Fill the token tensors of `batch` in place (on the CPU).
+    """Fill the token tensors of `batch` in place (on the CPU). The mask is that of the policy's own tokens.
 
     Raises:
         ValueError: if a completion has not one log-prob per token; its ids were probably re-encoded on the way.
@@ -58,7 +58,8 @@ def collate_rollout(batch: RolloutBatch, completions: list[Completion], pad_toke
             )
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         batch.token_ids_BT[b, :end] = torch.tensor([*prompt, *completion.token_ids])
-        batch.completion_mask_BT[b, start:end] = True
+        for turn in completion.drawn:
+            batch.completion_mask_BT[b, start + turn.start : start + turn.stop] = True
         batch.rollout_logprobs_BT[b, start:end] = torch.tensor(completion.logprobs)
 
 
@@ -117,7 +118,8 @@ def _joined(completions: list[Completion], learned: list[Completion], name: str,
     recorded: Tensor | None = getattr(completions[0], name)
     if recorded is None:
         return None
-    return torch.cat([recorded[:0], *(getattr(completion, name) for completion in learned)]).to(device)
+    parts = [getattr(completion, name)[turn.start : turn.stop] for completion in learned for turn in completion.drawn]
+    return torch.cat([recorded[:0], *parts]).to(device)
 
 
 def _guidance(

@@ -59,15 +59,17 @@ class RolloutRecording:
         torch.cuda.synchronize(self.kv.device)
         return sum(begin.elapsed_time(end) for begin, end in self._events) * 1e-3
 
-    def begin_prefill(self, groups: list[scheduler.Group], lengths: list[int]) -> SiteViews | None:
-        """Announce a prefill pass of `lengths[i]` tokens of group i, in flat order; where its kernels write."""
+    def begin_prefill(
+        self, owners: Sequence[scheduler.Group | scheduler.Sequence], lengths: list[int]
+    ) -> SiteViews | None:
+        """Announce a prefill pass of `lengths[i]` tokens of owner i, in flat order; where its kernels write."""
         if not self.recorder.rows_when_fed:
             return None
-        parts = zip(groups, lengths, strict=True)
-        audited = torch.cat([torch.full((n,), group.audited_samples > 0) for group, n in parts])
+        parts = zip(owners, lengths, strict=True)
+        audited = torch.cat([torch.full((n,), owner.audited) for owner, n in parts])
         rows, views = self.recorder.begin(audited, self.kv.device)
-        for group, part in zip(groups, rows.split(lengths), strict=True):
-            group.rows.append(part)
+        for owner, part in zip(owners, rows.split(lengths), strict=True):
+            owner.rows.append(part)
         return views
 
     def begin_step(self, running: Sequence[scheduler.Sequence]) -> SiteViews | None:
@@ -96,15 +98,12 @@ class RolloutRecording:
 
     def read_prompts(self, groups: list[scheduler.Group]) -> None:
         """Read back K and V of prefilled groups."""
-        spans = [
-            _Span(g.pages, 0, len(g.token_ids), g.audited_samples > 0, torch.cat(g.rows) if g.rows else None)
-            for g in groups
-        ]
+        spans = [_Span(g.pages, 0, len(g.token_ids), g.audited, torch.cat(g.rows) if g.rows else None) for g in groups]
         for group, rows in zip(groups, self._read(spans), strict=True):
             group.rows = [rows]
 
     def read_sequences(self, sequences: Sequence[scheduler.Sequence]) -> None:
-        """Read back K and V of what ended sequences were fed one by one, before their pages are given away."""
+        """Read back K and V of what sequences were fed since they began, before their pages are given away."""
         spans = []
         for sequence in sequences:
             end = sequence.prompt_length + sequence.num_drawn - 1  # the last drawn token was never fed

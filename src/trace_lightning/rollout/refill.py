@@ -155,7 +155,7 @@ class _Collected:
             "groups_drawn": float(len(everything)),
             "mixed_share": len(self.mixed) / len(everything),
             "flat_groups_left": float(max(0, len(chosen) - len(self.mixed))),
-            "dropped_tokens": float(sum(len(c.token_ids) for group in dropped for c in group.completions)),
+            "dropped_tokens": float(sum(c.num_drawn for group in dropped for c in group.completions)),
         }
         if not rewards.isnan().all():
             stats["reward_drawn"] = rewards.nanmean().item()

@@ -2,7 +2,8 @@
 
 Rewards that say so (`in_process`: comparing two strings costs less than sending them) run here, all others in
 `tasks.pool`. Without a single one of the latter no process is ever started. A completion that one function could not
-score is not scored at all: what the others gave would rank it by less than the completions it is compared with.
+score is not scored at all: what the others gave would rank it by less than the completions it is compared with. Nor is
+a conversation whose environment failed.
 """
 
 from __future__ import annotations
@@ -82,18 +83,20 @@ class Scorer:
             ValueError: a function returned something that is no reward.
         """
         samples = [
-            Sample(text=c.text, problem=problem, num_tokens=len(c.token_ids), finish_reason=c.finish_reason)
-            for c, problem in zip(completions, problems, strict=True)
+            Sample(text=c.text, problem=p, num_tokens=c.num_drawn, finish_reason=c.finish_reason, turns=c.turns)
+            for c, p in zip(completions, problems, strict=True)
+            if not c.error
         ]
         outcomes = {reward.name: self._run_here(reward, samples) for reward in self._here}
         if self.pool is not None:
             outcomes |= self._run_apart(self.pool, samples)
         self._failed_calls = self._calls = 0
-        by_name = {
-            name: [self._value(name, sample, outcome) for sample, outcome in zip(samples, outcomes[name], strict=True)]
-            for name in self.names
-        }
-        reasons = {name: [outcome.reason for outcome in outcomes[name]] for name in self.names}
+        by_name, reasons = {}, {}
+        for name in self.names:
+            values = [self._value(name, *pair) for pair in zip(samples, outcomes[name], strict=True)]
+            found = iter(zip(values, [outcome.reason for outcome in outcomes[name]], strict=True))
+            pairs = [(math.nan, c.error) if c.error else next(found) for c in completions]
+            by_name[name], reasons[name] = [value for value, _ in pairs], [reason for _, reason in pairs]
         columns = torch.tensor([by_name[name] for name in self.names], dtype=torch.float32)
         return (columns * torch.tensor(self.weights).unsqueeze(1)).sum(0), by_name, reasons
 

@@ -7,18 +7,26 @@ Pages are taken as a sequence grows, not reserved for its longest possible end, 
 really fit. When the pool runs dry, the last in line give their pages back: prefilled groups that wait for a seat
 first, then the last of the running. Nothing that was drawn is lost: a preempted sequence comes back as a group of its
 own whose prompt is all its tokens so far, is prefilled again, and goes on where it stopped.
+
+In a conversation a sequence whose turn has ended leaves its seat and keeps its pages, until it can go on:
+
+    running --park: its environment has the word--> parked --answered--> ready --resume--> running
+                                                       '--leave: the conversation is over--> done
+
+Pages of parked and ready sequences are taken back before those of running ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from trace_lightning.rollout.kv_pool import PagePool
-from trace_lightning.types import Prompt
+from trace_lightning.types import Prompt, Turn
 
 
 @dataclass(eq=False)
@@ -32,7 +40,6 @@ class Group:
     resumes: Sequence | None = None
     pages: list[int] = field(default_factory=list)
     started: int = 0
-    prefilled: int = 0  # tokens that are in the pages
     first_logits: Tensor | None = None  # [V], after the last token
     rows: list[Tensor] = field(default_factory=list)  # guidance rows of the prefilled tokens
 
@@ -40,6 +47,10 @@ class Group:
     def token_ids(self) -> list[int]:
         """What is prefilled: the prompt, and what a preempted sequence had drawn."""
         return self.prompt.token_ids + (self.resumes.token_ids if self.resumes else [])
+
+    @property
+    def audited(self) -> bool:
+        return self.audited_samples > 0
 
     @property
     def num_waiting(self) -> int:
@@ -51,7 +62,8 @@ class Sequence:
     """One completion in the making. `pages` covers prompt and completion; the first ones may be shared.
 
     `num_drawn` is kept up by the generation loop. What was drawn lies on the device; `token_ids`, `logprobs` and
-    `support` or `topk` (ids and log-probs) are filled when the sequence ends or is preempted.
+    `support` or `topk` (ids and log-probs) are filled when the sequence or its turn ends, or it is preempted. In a
+    conversation they and `num_drawn` count the environment's tokens as well.
     """
 
     group: Group
@@ -67,6 +79,18 @@ class Sequence:
     prefilled: int = 0  # tokens it began with: the prompt, and what it had drawn before a preemption
     first_logits: Tensor | None = None  # [V], what its next token is drawn from, until it is
     finish_reason: str = ""
+    turns: list[Turn] = field(default_factory=list)  # that have ended
+    error: str = ""  # of its environment
+
+    @property
+    def number(self) -> int:
+        """Of the sequence in its rollout, sample by sample, prompt by prompt."""
+        return self.group.index * self.group.num_samples + self.sample
+
+    @property
+    def turn_start(self) -> int:
+        """Index of the first token of the turn that is being drawn."""
+        return self.turns[-1].end if self.turns else 0
 
     @property
     def prompt_length(self) -> int:
@@ -74,7 +98,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the last drawn token, which is fed next."""
+        """Position of its last token, which is fed next."""
         return self.prompt_length + self.num_drawn - 1
 
     @property
@@ -89,6 +113,9 @@ class Scheduler:
         self.pool, self.max_num_seqs, self.max_new_tokens = pool, max_num_seqs, max_new_tokens
         self.waiting, self.open = deque(groups), deque[Group]()
         self.running: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        self.ready = deque[Sequence]()
+        self.before_eviction: Callable[[Sequence], None] = lambda sequence: None  # of a parked one
         self.num_preempted = 0
         for group in groups:
             self._check_fits(len(group.prompt.token_ids))
@@ -106,7 +133,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.open or self.running)
+        return bool(self.waiting or self.open or self.running or self.parked or self.ready)
 
     def admit(self) -> list[Group]:
         """Groups to prefill now, their pages taken.
@@ -114,12 +141,14 @@ class Scheduler:
         A page per running and per coming sequence is left free: each of them will soon ask for one.
         """
         admitted: list[Group] = []
-        seats = self.max_num_seqs - len(self.running) - sum(group.num_waiting for group in self.open)
-        spare = self.pool.num_free - len(self.running) - sum(group.num_waiting for group in self.open)
-        while self.waiting and seats > 0:
+        taken = len(self.running) + len(self.ready) + sum(group.num_waiting for group in self.open)
+        seats, spare = self.max_num_seqs - taken, self.pool.num_free - taken
+        while self.waiting and seats > 0 and not self.ready:  # those that are under way have the next free pages
             group = self.waiting[0]
             needed = self.pool.pages_for(len(group.token_ids))
             alone = not (self.running or self.open)
+            while alone and needed + 1 > self.pool.num_free and self._holding:  # a slow environment keeps nobody out
+                self._evict_parked()
             if needed > self.pool.num_free or (needed + min(seats, group.num_waiting) > spare and not alone):
                 break
             self.waiting.popleft()
@@ -179,12 +208,23 @@ class Scheduler:
         return self.pool.pages_for(end) - len(sequence.pages)
 
     def _reclaim(self) -> list[Sequence]:
-        """Take back the pages of the last in line: an open group, else the last running sequence, which is returned."""
+        """Take back the pages of the last in line; returns it if it was running.
+
+        That is an open group, else a sequence that does not run, else the last running one.
+        """
         if self.open:
             group = self.open.pop()
             self.pool.release(group.pages)
-            group.pages, group.prefilled, group.rows, group.first_logits = [], 0, [], None
+            group.pages, group.rows, group.first_logits = [], [], None
             self.waiting.appendleft(group)
+            return []
+        if self._holding:
+            self._evict_parked()
+            return []
+        if self.ready:
+            sequence = self.ready.pop()
+            self._evict(sequence)
+            self.requeue([sequence])
             return []
         assert len(self.running) > 1, "a sequence that fits alone needs nobody's pages"
         sequence = self.running.pop()
@@ -192,6 +232,55 @@ class Scheduler:
         sequence.pages, sequence.was_preempted = [], True
         self.num_preempted += 1
         return [sequence]
+
+    @property
+    def _holding(self) -> list[Sequence]:
+        return [sequence for sequence in self.parked if sequence.pages]
+
+    def _evict_parked(self) -> None:
+        sequence = self._holding[-1]
+        self.before_eviction(sequence)
+        self._evict(sequence)
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Take back the pages of a sequence that does not run; if it goes on, all its tokens are prefilled again."""
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.was_preempted = [], True
+        self.num_preempted += 1
+
+    def park(self, sequences: list[Sequence]) -> None:
+        """The turn of these running sequences is over; their `token_ids` are filled in."""
+        self.running = [sequence for sequence in self.running if sequence not in sequences]
+        self.parked += sequences
+
+    def answered(self, sequence: Sequence) -> None:
+        """A parked sequence has heard its environment, whose tokens it holds already, and wants to go on."""
+        self.parked.remove(sequence)
+        if sequence.pages:
+            self.ready.append(sequence)
+        else:
+            self.requeue([sequence])
+
+    def leave(self, sequence: Sequence) -> None:
+        """The conversation of a parked sequence is over."""
+        self.parked.remove(sequence)
+        self.pool.release(sequence.pages)
+
+    def resume(self) -> list[Sequence]:
+        """Seat ready sequences, with pages for all their tokens; those from the last drawn one on are not yet fed."""
+        resumed: list[Sequence] = []
+        while self.ready and len(self.running) < self.max_num_seqs:
+            sequence = self.ready.popleft()
+            missing = self.pool.pages_for(sequence.position + 1) - len(sequence.pages)
+            while missing > self.pool.num_free and not self.running and (self.open or self._holding or self.ready):
+                self._reclaim()
+            if missing > self.pool.num_free:
+                self.ready.appendleft(sequence)
+                break
+            sequence.pages += self.pool.allocate(max(0, missing))
+            self.running.append(sequence)
+            resumed.append(sequence)
+        return resumed
 
     def requeue(self, sequences: list[Sequence]) -> None:
         """Put preempted sequences, their `token_ids` filled in, before all others that wait."""

@@ -28,7 +28,7 @@ def _unordered(operands: tuple[int, int]) -> str:
     return "{} {}".format(*sorted(operands))
 
 
-class _OperandTask(Task):
+class OperandTask(Task):
     """Problems with `info["operands"]`, split so that (a, b) and (b, a) are on the same side.
 
     `example` are the operands of the worked example: its answer stands in every prompt, so it is never held out.
@@ -67,7 +67,7 @@ class _OperandTask(Task):
         return [self._reward]
 
 
-class TwoDigitAddition(_OperandTask):
+class TwoDigitAddition(OperandTask):
     """All 10,000 sums of two numbers below 100, `12+34=` to `46`; the answer is the plain number, one to three digits.
 
     The reward is the exact string, so that a zero-padded or signed answer counts as wrong.
@@ -85,7 +85,7 @@ class TwoDigitAddition(_OperandTask):
         super().__init__(problems, heldout_size, ExactMatch())
 
 
-class OneDigitProducts(_OperandTask):
+class OneDigitProducts(OperandTask):
     r"""The 100 products of two digits after one worked example, `1 * 4 = 4`; sample with `stop=["\n"]`.
 
     Args:
@@ -103,7 +103,7 @@ class OneDigitProducts(_OperandTask):
         super().__init__(problems, heldout_size, IntegerMatch(), example=(1, 4))
 
 
-class Gcd(_OperandTask):
+class Gcd(OperandTask):
     r"""Greatest common divisors of two numbers from 1 to `largest` after one worked example; `stop=["\n"]`.
 
     Args:

@@ -13,19 +13,27 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from trace_lightning.types import Problem
+from trace_lightning.types import Problem, Turn
+
+if TYPE_CHECKING:
+    from trace_lightning.tasks.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What a reward may look at: text without the special tokens, its length in tokens, and the problem."""
+    """What a reward may look at: text without the special tokens, its length in tokens, and the problem.
+
+    Of a conversation `text` is all of it, what the environment said included, `turns` are its turns, and `num_tokens`
+    counts the policy's own tokens.
+    """
 
     text: str
     problem: Problem
     num_tokens: int = 0
     finish_reason: str = "stop"
+    turns: Sequence[Turn] = ()
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,13 @@ class RewardFn(ABC):
         in_process: True runs it inside the training process, without a time limit. For a few lines that cannot hang or
             crash; everything else runs in a worker.
         time_limit: seconds for one call; None takes `rollout.reward_time_limit`.
+        counts_turns: True says that the rewards of turns are part of this one.
     """
 
     name: str
     in_process: bool = False
     time_limit: float | None = None
+    counts_turns: bool = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -155,7 +165,18 @@ def checked_score(name: str, row: int, returned: Any) -> Score:
 
 
 class Task(ABC):
-    """A set of problems, split by question into training and held-out, and the rewards that score them."""
+    """A set of problems, split by question into training and held-out, and the rewards that score them.
+
+    A task whose answers are conversations overrides `environment` as well.
+
+    Attributes:
+        environments_in_process: True runs environments inside the training process, without a time limit. For a few
+            lines that cannot hang or crash; all others get a process each.
+        observation_role: under chat templates, the role of the message in which an observation comes.
+    """
+
+    environments_in_process: bool = False
+    observation_role: Literal["user", "tool", "system"] = "user"
 
     @abstractmethod
     def train_problems(self) -> Sequence[Problem]:
@@ -168,3 +189,12 @@ class Task(ABC):
     @abstractmethod
     def rewards(self) -> Sequence[RewardFn]:
         """The reward functions of the task; their weighted sum is the reward. Names must differ."""
+
+    def environment(self, problem: Problem) -> Environment | None:
+        """The other side of a new conversation about `problem`; None: the answer is a single turn."""
+        return None
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether answers may be conversations."""
+        return type(self).environment is not Task.environment

@@ -13,6 +13,8 @@ from itertools import chain, zip_longest
 
 from trace_lightning.tasks.base import BatchReward, RewardFn, Sample, Score, Task
 from trace_lightning.tasks.calls import is_async
+from trace_lightning.tasks.environment import Environment
+from trace_lightning.tasks.rewards import with_turn_rewards
 from trace_lightning.types import Problem
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class SourceReward(RewardFn):
     """
 
     name = "source_reward"
+    counts_turns = True  # `Mixture` gives each source those of its turns
 
     def __init__(self, rewards: dict[str, Sequence[RewardFn]]) -> None:
         self.rewards = {source: list(own) for source, own in rewards.items()}
@@ -72,13 +75,22 @@ class Mixture(Task):
         tasks: tasks by the name under which they are counted and logged.
 
     Raises:
-        ValueError: no task, or one whose training questions are all held out by others.
+        ValueError: no task, one whose training questions are all held out by others, or different observation roles.
     """
 
     def __init__(self, tasks: dict[str, Task]) -> None:
         if not tasks:
             raise ValueError("Mixture: tasks is empty")
-        self._reward = SourceReward({name: task.rewards() for name, task in tasks.items()})
+        self._tasks = tasks
+        self._reward = SourceReward({name: with_turn_rewards(task.rewards(), task) for name, task in tasks.items()})
+        talking = [task for task in tasks.values() if task.has_environments]
+        self.environments_in_process = all(task.environments_in_process for task in talking)
+        roles = {task.observation_role for task in talking}
+        if len(roles) > 1:
+            raise ValueError(
+                f"Mixture: observations come in different roles ({', '.join(sorted(roles))}), one is needed"
+            )
+        self.observation_role = roles.pop() if roles else "user"
         heldout = {name: _marked(name, task.heldout_problems()) for name, task in tasks.items()}
         asked = {str(problem.prompt) for own in heldout.values() for problem in own}
         self._train: list[Problem] = []
@@ -104,6 +116,15 @@ class Mixture(Task):
     def rewards(self) -> Sequence[RewardFn]:
         """One reward, which asks those of the problem's task."""
         return [self._reward]
+
+    def environment(self, problem: Problem) -> Environment | None:
+        """That of the problem's task, if it has any."""
+        return self._tasks[problem.info[SOURCE]].environment(problem)
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether any of the tasks has."""
+        return any(task.has_environments for task in self._tasks.values())
 
 
 def _marked(source: str, problems: Sequence[Problem]) -> list[Problem]:

@@ -2,30 +2,23 @@
 
 The pool watches the clock and kills the worker whose call is over time: nothing inside a process can stop a regular
 expression that has run away. The other calls go on, and a new worker takes the place.
-
-Workers are plain subprocesses, not `multiprocessing`'s: those import the user's script again, which fails in a notebook
-and trains twice in a script without `if __name__ == "__main__"`. Functions travel by cloudpickle, so closures and
-functions of a notebook work. A forked copy of the trainer would hold its CUDA context and its locks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
-
-import cloudpickle
+from multiprocessing.connection import wait
 
 from trace_lightning.tasks.base import Failure, RewardFn, Sample
 from trace_lightning.tasks.calls import Outcome, is_async
+from trace_lightning.tasks.process import WorkerProcess, packed
 
 START_LIMIT = 300.0  # seconds for a worker to import and prepare the rewards; some load a model
 ASYNC_CALLS = 32  # awaited at once by the worker of the asynchronous rewards
@@ -42,12 +35,9 @@ class Call:
 
 
 @dataclass(eq=False)
-class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    lifeline: int  # a pipe; the process dies when it is closed
-    asynchronous: bool
-    deadline: float | None  # to get ready; None once it is
+class _Worker(WorkerProcess):
+    asynchronous: bool = False
+    deadline: float | None = None  # to get ready; None once it is
     calls: dict[int, float] = field(default_factory=dict)  # call in flight -> when it is over time
 
     @property
@@ -59,18 +49,6 @@ class _Worker:
     @property
     def next_deadline(self) -> float:
         return min(self.calls.values(), default=float("inf")) if self.deadline is None else self.deadline
-
-    def stop(self) -> str:
-        """Kill the process with whatever it has started, and say how it had ended, if it had."""
-        code = self.process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-        os.close(self.lifeline)
-        if code is None:
-            return "was killed"
-        return f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
 
 
 class RewardPool:
@@ -140,21 +118,9 @@ class RewardPool:
         self._payload = self._payload or _packed(
             self.rewards, "the reward functions cannot be sent to a worker process"
         )
-        ours, theirs = Pipe()
-        read_end, lifeline = os.pipe()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from trace_lightning.tasks.worker import main; "
-        code += f"main({theirs.fileno()}, {read_end}, {asynchronous})"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno(), read_end],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={"OMP_NUM_THREADS": "1"} | os.environ,
-        )
-        theirs.close()
-        os.close(read_end)
-        ours.send_bytes(self._payload)
-        return _Worker(process, ours, lifeline, asynchronous, time.monotonic() + START_LIMIT)
+        worker = _Worker.start("trace_lightning.tasks.worker", self._payload, asynchronous)
+        worker.asynchronous, worker.deadline = asynchronous, time.monotonic() + START_LIMIT
+        return worker
 
     def _send(self, worker: _Worker, number: int, calls: Sequence[Call]) -> None:
         call = calls[number]
@@ -228,14 +194,8 @@ def _stop_all(workers: list[_Worker]) -> None:
 
 
 def _packed(value: object, complaint: str) -> bytes:
-    try:
-        packed: bytes = cloudpickle.dumps(value)
-    except (TypeError, AttributeError, ValueError, RuntimeError, cloudpickle.pickle.PicklingError) as error:
-        raise ValueError(
-            f"{complaint}: {error}. Keep plain data, or set in_process=True on the reward class to run it without a "
-            "time limit inside the training process"
-        ) from error
-    return packed
+    way_out = "Keep plain data, or set in_process=True on the reward class to run it without a time limit inside the "
+    return packed(value, complaint, way_out + "training process")
 
 
 def default_workers() -> int:

@@ -6,9 +6,12 @@ user's, which can run for hours on an unlucky text, and so run in a worker.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 
-from trace_lightning.tasks.base import RewardFn, Score
+from trace_lightning.tasks.base import BatchReward, RewardFn, Sample, Score, Task, Value
+from trace_lightning.tasks.calls import is_async
 from trace_lightning.types import Problem
 
 
@@ -86,6 +89,60 @@ class Format(RewardFn):
 
     def __call__(self, completion: str, problem: Problem) -> float:
         return float(self.pattern.fullmatch(completion.strip()) is not None)
+
+
+class LastTurn(RewardFn):
+    """Another reward, of the policy's last turn alone: the answer at the end of a conversation.
+
+    Args:
+        reward: a reward for one completion, not an asynchronous one or one for whole batches.
+
+    Raises:
+        ValueError: one of those.
+    """
+
+    def __init__(self, reward: RewardFn) -> None:
+        if isinstance(reward, BatchReward) or is_async(reward):
+            raise ValueError(f"LastTurn: reward {reward.name!r} is asynchronous or takes whole batches")
+        self.reward, self.name = reward, reward.name
+        self.in_process, self.time_limit = reward.in_process, reward.time_limit
+
+    def prepare(self) -> None:
+        """Prepare the other reward."""
+        self.reward.prepare()
+
+    def __call__(self, completion: str, problem: Problem) -> Value:
+        return self.reward(completion, problem)  # type: ignore[return-value]
+
+    def score(self, sample: Sample) -> Value:
+        """The other reward, with the last turn as its text; of an answer without turns, all of it."""
+        own = [turn.text for turn in sample.turns if turn.source == "policy"]
+        last = dataclasses.replace(sample, text=own[-1], turns=()) if own else sample
+        return self.reward.score(last)  # type: ignore[return-value]
+
+
+class TurnRewards(RewardFn):
+    """The sum of what the environment gave for the turns of a conversation.
+
+    It is added to the rewards of a task that has environments, unless one of them counts turns already.
+    """
+
+    name = "turns"
+    in_process = True
+    counts_turns = True
+
+    def __call__(self, completion: str, problem: Problem) -> Value:
+        return 0.0
+
+    def score(self, sample: Sample) -> Value:
+        """0 where no turn got a reward."""
+        return sum(turn.reward for turn in sample.turns if turn.reward is not None)
+
+
+def with_turn_rewards(rewards: Sequence[RewardFn], task: Task | None) -> list[RewardFn]:
+    """The rewards for answers to `task`: those given, and the rewards of turns where there may be any."""
+    wanted = task is not None and task.has_environments and not any(reward.counts_turns for reward in rewards)
+    return [*rewards, TurnRewards()] if wanted else list(rewards)
 
 
 def _compiled(who: str, pattern: str, flags: int) -> re.Pattern[str]:

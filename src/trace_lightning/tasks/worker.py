@@ -5,33 +5,26 @@
 
 It imports neither torch nor this package's other layers, so that a replacement for a hung worker is there in a moment.
 An `async` reward has a worker of its own, which awaits many jobs at once. Ctrl-C reaches the parent alone.
-
-A worker ends with its parent, however that ends and whatever the worker is doing: the parent holds one end of a pipe,
-and when it is closed the kernel sends SIGIO, whose default is death. (PR_SET_PDEATHSIG is about the parent's thread.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import pickle
-import select
 from multiprocessing.connection import Connection
 from typing import Any
 
 from trace_lightning.tasks.base import RewardFn
 from trace_lightning.tasks.calls import Outcome, call, call_async, failed
+from trace_lightning.tasks.process import parent_lives
 
 Job = tuple[int, int, list[Any], int, float]
 
 
 def main(descriptor: int, lifeline: int, asynchronous: bool) -> None:
     """Serve the pool at the other end of `descriptor`, for as long as that of `lifeline` is open."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    if select.select([lifeline], [], [], 0)[0]:
-        return  # closed before that
+    if not parent_lives(lifeline):
+        return
     connection = Connection(descriptor)
     try:
         rewards: list[RewardFn] = pickle.loads(connection.recv_bytes())
