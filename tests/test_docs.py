@@ -16,6 +16,8 @@ import pytest
 
 from trace_lightning import callbacks
 from trace_lightning.cli import COMPONENTS, main
+from trace_lightning.models.lora import LoraConfig
+from trace_lightning.types import TurnLimits
 
 ROOT = Path(__file__).parent.parent
 NOT_METRICS = {"step", "epoch"}
@@ -120,7 +122,7 @@ def options_of_all() -> set[str]:
 @functools.cache
 def arguments_of_classes() -> set[str]:
     """Names of the arguments of everything that a config can name by its class."""
-    queue, names = [*COMPONENTS, *(getattr(callbacks, name) for name in callbacks.__all__)], {"help"}
+    queue, names = [*COMPONENTS, LoraConfig, TurnLimits, *(getattr(callbacks, name) for name in callbacks.__all__)], {"help"}
     while queue:
         cls = queue.pop()
         queue += cls.__subclasses__()

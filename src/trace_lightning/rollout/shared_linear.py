@@ -6,8 +6,8 @@
     y = sum of the base's parts, rounded, + s B (A x)         the casts of `AdapterLinear`
 
 A sync copies A and B and nothing else. There is no BF16 copy of the base for batches too large to unpack codes for:
-it is made for each such matmul and let go of, which costs 2.6 bytes of traffic per weight beside the matmul's own 2; the
-number of rows from which that pays is measured accordingly, and is higher than with a copy.
+it is made for each such matmul and let go of, which costs 2.6 bytes of traffic per weight beside the matmul's own 2;
+the number of rows from which that pays is measured accordingly, and is higher than with a copy.
 """
 
 from __future__ import annotations

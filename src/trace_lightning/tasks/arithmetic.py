@@ -15,6 +15,7 @@ another task, and a JSONL file (`JsonlTask`) writes it down.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from trace_lightning.tasks.base import RewardFn, Task
@@ -34,6 +35,7 @@ class OperandTask(Task):
     `example` are the operands of the worked example: its answer stands in every prompt, so it is never held out.
     """
 
+    @abstractmethod  # a base to call, no task to choose
     def __init__(
         self,
         problems: Iterable[Problem],
