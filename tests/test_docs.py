@@ -122,7 +122,10 @@ def options_of_all() -> set[str]:
 @functools.cache
 def arguments_of_classes() -> set[str]:
     """Names of the arguments of everything that a config can name by its class."""
-    queue, names = [*COMPONENTS, LoraConfig, TurnLimits, *(getattr(callbacks, name) for name in callbacks.__all__)], {"help"}
+    queue, names = (
+        [*COMPONENTS, LoraConfig, TurnLimits, *(getattr(callbacks, name) for name in callbacks.__all__)],
+        {"help"},
+    )
     while queue:
         cls = queue.pop()
         queue += cls.__subclasses__()

@@ -155,11 +155,11 @@ def test_sums_of_a_step_are_left_for_whoever_sums_up_a_run():
     """Audited: the first 4 sequences of 4 prompts, at three sites of each layer."""
     module = make()
     fit(module)
-    assert {site for _, site in module.step_audit} == {"attn_in", "o_in", "mlp_in"}
-    assert all(sums[0] > 0 for sums in module.step_audit.values())
-    assert sum(row[0] for row in module.step_positions) > 16
-    assert [row[0] for row in module.step_positions][:1] == [16]  # every answer has a first token
-    assert [row[0] for row in module.step_positions][3:] == [0] * 15  # none has an eighth
+    assert {site for _, site in module.measured.audit} == {"attn_in", "o_in", "mlp_in"}
+    assert all(sums[0] > 0 for sums in module.measured.audit.values())
+    assert sum(row[0] for row in module.measured.position_sums) > 16
+    assert [row[0] for row in module.measured.position_sums][:1] == [16]  # every answer has a first token
+    assert [row[0] for row in module.measured.position_sums][3:] == [0] * 15  # none has an eighth
 
 
 def test_guidance_is_measured_in_every_optimizer_step_on_a_rollout():

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,27 +26,19 @@ from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
 from trace_lightning.hparams import from_plain, to_plain
-from trace_lightning.metrics import (
-    DivergenceMetrics,
-    PositionMetrics,
-    argmax_agreement,
-    audit_metrics,
-    evaluation_values,
-    inner_step_metrics,
-)
+from trace_lightning.metrics import StepMetrics, argmax_agreement, evaluation_values
 from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.lora import LoraConfig, base_checksum, check_base, import_peft
 from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
-from trace_lightning.quantization.guidance import Key, MismatchCounts
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.ranks import together
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.clipped_losses import GRPO
 from trace_lightning.rl.corrections import Correction, apply_corrections, check_corrections
 from trace_lightning.rl.lengths import LengthPenalty
-from trace_lightning.rl.losses import GlobalCounts, LossInputs, PolicyLoss, SumCount, merge_metrics, sum_count
+from trace_lightning.rl.losses import GlobalCounts, LossInputs, PolicyLoss, sum_count
 from trace_lightning.rollout.credit import assign_advantages
 from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
@@ -144,9 +137,7 @@ class PolicyModule(pl.LightningModule):
         config = AutoConfig.from_pretrained(resolve_model_path(path))
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.policy: PreTrainedModel | None = None
-        self.divergence, self.positions = DivergenceMetrics(), PositionMetrics()
-        self.step_audit: dict[Key, list[float]] = {}  # of the last step, over all ranks, for whoever sums up a run
-        self.step_positions: list[list[float]] = []
+        self.measured = StepMetrics()
         self._bad_steps = 0
         self._warned = False
         self.guidance_failed = False
@@ -228,7 +219,7 @@ class PolicyModule(pl.LightningModule):
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Number the loggers' rows by rollouts: after a resume Lightning's count depends on the hook that saved."""
         loop = self.trainer.fit_loop.epoch_loop
-        loop._batches_that_stepped = loop.batch_progress.total.processed
+        loop._batches_that_stepped = loop.batch_progress.total.processed  # type: ignore[attr-defined]
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, stepped once per optimizer step."""
@@ -271,10 +262,8 @@ class PolicyModule(pl.LightningModule):
         multi_step = self.num_iterations * self.num_minibatches > 1
         old = self._logprobs(batch, self._score_policy) if multi_step and not self.bypass_mode else None
         ref = self._logprobs(batch, self.reference.score) if self.loss.needs_reference else None
-        self._collected: list[dict[str, SumCount]] = [shaping]
-        self._mismatch: list[MismatchCounts] = []  # one of each optimizer step
-        self.divergence.reset()
-        self.positions.reset()
+        self.measured.begin()
+        self.measured.add(shaping)
         for iteration in range(self.num_iterations):
             self._first_pass = iteration == 0
             for indices in self._minibatches(len(batch.completions), iteration):
@@ -329,7 +318,7 @@ class PolicyModule(pl.LightningModule):
         assert batch.sampling is not None
         optimizer: Optimizer = self.optimizers()  # type: ignore[assignment]
         optimizer.zero_grad()
-        self._mismatch.append(MismatchCounts())
+        self.measured.begin_update()
         counts = self._global_counts(batch.completion_mask_BT[indices], batch.max_drawn)
         qat: Any = self.policy.trace_qat
         with qat.cache_weights(keep=not is_sharded(self.policy)):
@@ -348,7 +337,7 @@ class PolicyModule(pl.LightningModule):
             self.lr_schedulers().step()  # type: ignore[union-attr]
         one = torch.ones((), device=norm.device)
         skipped = (~torch.isfinite(norm)).float()
-        self._collected.append({"grad_norm": (norm, one), "skipped_steps": (skipped, one), "loss": (one * 0, one)})
+        self.measured.add({"grad_norm": (norm, one), "skipped_steps": (skipped, one), "loss": (one * 0, one)})
 
     def _gradients(self, *, reduced: bool) -> AbstractContextManager[Any]:
         """Block in which DDP sums gradients over ranks, or leaves that to a later block. FSDP2 always sums."""
@@ -393,22 +382,22 @@ class PolicyModule(pl.LightningModule):
                 rollout_topk_logprobs_BTK=None if recorded is None else spread(recorded, micro.mask_BT),
             )
         )
-        metrics = {
-            **outputs.metrics,
-            **corrected.metrics,
-            "entropy": sum_count(scores.entropy_BT.detach(), micro.mask_BT),
-        }
-        # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
-        metrics["loss"] = (outputs.loss.detach(), torch.zeros((), device=self.device))
-        self._collected.append(metrics)
+        self.measured.add(
+            {
+                **outputs.metrics,
+                **corrected.metrics,
+                "entropy": sum_count(scores.entropy_BT.detach(), micro.mask_BT),
+                # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
+                "loss": (outputs.loss.detach(), torch.zeros((), device=self.device)),
+            }
+        )
         if micro.guidance is not None:
-            self._mismatch[-1].merge(micro.guidance.mismatch)
+            self.measured.add_audit(micro.guidance.mismatch)
         if self._first_pass:
-            for metric in (self.divergence, self.positions):
-                metric.update(old, micro.rollout_logprobs_BT, micro.mask_BT)
+            self.measured.compare(old, micro.rollout_logprobs_BT, micro.mask_BT)
             if scores.topk_logprobs_BTK is not None and self.num_minibatches == 1:  # else the weights may have moved
                 agreement = argmax_agreement(scores.topk_logprobs_BTK.detach(), micro.mask_BT)
-                metrics["sampling/argmax_agreement"] = agreement
+                self.measured.add({"sampling/argmax_agreement": agreement})
         return outputs.loss
 
     def _global_counts(self, mask_BT: Tensor, max_completion_length: int) -> GlobalCounts:
@@ -418,31 +407,11 @@ class PolicyModule(pl.LightningModule):
         return GlobalCounts(tokens, sequences, max_completion_length)
 
     def _log_step(self, batch: RolloutBatch) -> None:
-        """Log what was measured in this step, summed over micro-batches and ranks."""
-        merged = dict(sorted(merge_metrics(self._collected).items()))  # in one order on every rank
-        sums = torch.stack([torch.stack([total.float(), count.float()]) for total, count in merged.values()])
-        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        values = {name: (total / count) for name, (total, count) in zip(merged, sums, strict=True) if count > 0}
-        values |= self.divergence.compute()
-        self.step_positions = self.positions.compute().tolist()
-        values |= self._guidance_values(batch)
+        """Log what was measured in this step."""
+        values = self.measured.compute(batch, partial(self.trainer.strategy.reduce, reduce_op="sum"), self.device)
+        self._watch_guidance(float(values.get("guidance/code_mismatch_after", 0.0)))
         values["learning_rate"] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
         self.log_dict(values, batch_size=len(batch.prompts))
-
-    def _guidance_values(self, batch: RolloutBatch) -> dict[str, float]:
-        self.step_audit = {}
-        if batch.guidance is None:
-            return {}
-        keys = sorted(batch.guidance.tables)  # the same on every rank, whichever of them audited something
-        own = torch.stack([mismatch.stack(keys, self.device) for mismatch in self._mismatch])
-        sums = self.trainer.strategy.reduce(own, reduce_op="sum")
-        self.step_audit = dict(zip(keys, sums.sum(0).tolist(), strict=True))
-        values = audit_metrics(self.step_audit) | inner_step_metrics(sums.sum(1).tolist())
-        self._watch_guidance(values.get("guidance/code_mismatch_after", 0.0))
-        values["guidance/bytes_per_token"] = batch.guidance.bytes_per_token
-        if "guidance_seconds" in batch.stats and batch.seconds.get("rollout"):
-            values["guidance/share_of_rollout_time"] = batch.stats["guidance_seconds"] / batch.seconds["rollout"]
-        return values
 
     def _watch_guidance(self, mismatch: float) -> None:
         """Say once that guidance has stopped to work: nothing else in a run would show it at once.

@@ -73,8 +73,8 @@ class RunSummary(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the metrics of the step; the Rollout callback, earlier in the list, has logged its own by now."""
         self.history.steps.append({"step": float(self._step), **pick(METRICS, trainer.callback_metrics)})
-        self.history.add_positions(pl_module.step_positions)
-        self.history.add_audit(pl_module.step_audit)
+        self.history.add_positions(pl_module.measured.position_sums)
+        self.history.add_audit(pl_module.measured.audit)
         if self.final_validation and _is_last_step(trainer):
             # Asked to stop, Lightning validates once more; it was about to stop anyway.
             trainer.should_stop = True

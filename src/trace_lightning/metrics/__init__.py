@@ -7,6 +7,7 @@ from trace_lightning.metrics.evaluation import evaluation_values, pass_at_k
 from trace_lightning.metrics.functional import argmax_agreement, divergence_metrics, divergence_sums
 from trace_lightning.metrics.positions import PositionMetrics, PositionSlope, position_curve, position_slope
 from trace_lightning.metrics.reward import RewardMetrics
+from trace_lightning.metrics.step import StepMetrics
 from trace_lightning.metrics.throughput import ThroughputMetrics
 from trace_lightning.metrics.turns import TurnMetrics
 
@@ -16,6 +17,7 @@ __all__ = [
     "PositionMetrics",
     "PositionSlope",
     "RewardMetrics",
+    "StepMetrics",
     "ThroughputMetrics",
     "TurnMetrics",
     "argmax_agreement",
