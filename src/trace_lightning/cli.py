@@ -6,6 +6,7 @@
     trace-fit bench --shape qwen3-8b --batch 64 --context 8192
     trace-fit estimate --shape qwen3-8b --card h100
     trace-fit probe --config configs/grpo_fp4.yaml
+    trace-fit export --ckpt_path RUN/checkpoints/last.ckpt --format nvfp4 --out DIR
     trace-fit env
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
@@ -54,7 +55,8 @@ from trace_lightning.types import QuantRecipe
 DESCRIPTION = (
     "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model, "
     "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented, "
-    "`trace-fit probe` says whether a model is ready for FP4, `trace-fit env` what to paste into a bug report."
+    "`trace-fit probe` says whether a model is ready for FP4, `trace-fit export` writes a policy for other tools, "
+    "`trace-fit env` what to paste into a bug report."
 )
 COMPONENTS = (
     *(PolicyLoss, KLEstimator, AdvantageEstimator, LengthPenalty, Correction),
@@ -207,6 +209,8 @@ def main() -> None:
             _estimate(sys.argv[2:])
         elif sys.argv[1:2] == ["probe"]:
             sys.exit(_probe(sys.argv[2:]))
+        elif sys.argv[1:2] == ["export"]:
+            _export(sys.argv[2:])
         elif sys.argv[1:2] == ["env"]:
             _env(sys.argv[2:])
         else:
@@ -281,6 +285,13 @@ def _probe(arguments: list[str]) -> int:
 
     quiet_runtime()
     return probe(arguments)
+
+
+def _export(arguments: list[str]) -> None:
+    from trace_lightning.export.command import main as export
+
+    quiet_runtime()
+    export(arguments)
 
 
 def _env(arguments: list[str]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import Rounding
@@ -29,7 +30,7 @@ def load_policy(
     """Load a causal LM and install the trainer's side of `recipe`.
 
     Args:
-        path: `builtin:...`, `prepared:...` or a directory in Hugging Face format.
+        path: `builtin:...`, `prepared:...` or a directory in Hugging Face format, in high precision or in FP4.
         recipe: with `trainer=qat` the forward rounds like the rollout; with `qat_weights` it does not round the inputs
             of linears; with `bf16` the model stays as it is.
         dtype: of the master weights.
@@ -39,7 +40,7 @@ def load_policy(
     Raises:
         ValueError: if the path is not a model, or the recipe does not fit it.
     """
-    model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=dtype)
+    model = load_model(resolve_model_path(path), dtype)
     qat = install_qat(model, recipe.trained, attention=attention)
     if qat.groups:
         log.info("%s: %s", type(model).__name__, qat.layout.report())

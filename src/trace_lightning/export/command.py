@@ -1,0 +1,56 @@
+"""The command line of `trace-fit export`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trace_lightning.export.exporter import DTYPES, ExportFormat, export_source
+from trace_lightning.export.folder import check_target
+from trace_lightning.export.source import open_source
+from trace_lightning.quantization.dialects import DIALECTS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trace-fit export",
+        description="Write a trained policy as a directory that other tools load.",
+    )
+    add = parser.add_argument
+    add("--ckpt_path", required=True, metavar="PATH", help="a checkpoint, a run's folder, or a model's directory")
+    add("--out", required=True, type=Path, metavar="DIR", help="directory to make")
+    add("--format", choices=["hf", "nvfp4", "mxfp4"], default="hf", help="default hf: plain weights")
+    add("--dialect", choices=list(DIALECTS), default="compressed-tensors", help="of FP4 (default compressed-tensors)")
+    text = "inputs of linears, in FP4: as in the run's recipe (default), not quantised, or quantised"
+    add("--activations", choices=["recipe", "none", "nvfp4", "mxfp4"], default="recipe", help=text)
+    add(
+        "--calibration", type=Path, metavar="FILE", help="texts for NVFP4 inputs (default: the run's completions.jsonl)"
+    )
+    add("--dtype", choices=list(DTYPES), help="of what is not in FP4 (default: float32 for hf, bfloat16 beside FP4)")
+    add("--max_shard_gb", type=float, default=5.0, metavar="X", help="size of one file (default 5)")
+    add("--model.path", dest="base", metavar="PATH", help="of a checkpoint: where the model it started from is now")
+    add("--overwrite", action="store_true", help="replace a model that is at DIR")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Parse and export.
+
+    Raises:
+        ValueError: see `open_source` and `export_source`.
+    """
+    given = _parser().parse_args(arguments)
+    how = ExportFormat(
+        format=given.format,
+        dialect=given.dialect,
+        activations=given.activations,
+        dtype=given.dtype,
+        max_shard_gb=given.max_shard_gb,
+    )
+    check_target(given.out, overwrite=given.overwrite)
+    source = open_source(given.ckpt_path, given.base)
+    if source.run is not None and given.out.resolve() == Path(given.ckpt_path).expanduser().resolve():
+        raise ValueError(f"--out {given.out} is what is exported; choose another directory")
+    record = export_source(source, given.out, how, overwrite=given.overwrite, calibration=given.calibration)
+    dialect = f", {record.dialect}, inputs {record.activations}" if record.dialect else ""
+    print(f"exported: {given.out} ({record.format}{dialect})")

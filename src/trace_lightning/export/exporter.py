@@ -1,0 +1,182 @@
+"""One policy into one directory: weights, config, generation config, tokenizer, chat template, record and model card.
+
+Everything that can be refused is refused before the first weight is read, and a directory has its name only when it is
+complete. Hugging Face format is written by transformers; FP4 linear by linear, so that never more than one shard is
+held beyond the weights themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from trace_lightning.export.calibration import input_scales, read_texts
+from trace_lightning.export.card import model_card
+from trace_lightning.export.folder import ShardWriter, check_target, whole_directory
+from trace_lightning.export.fp4 import FP4Export, plan_fp4
+from trace_lightning.export.kv import measured_kv_scales
+from trace_lightning.export.record import ExportRecord
+from trace_lightning.export.source import Source
+from trace_lightning.models.checkpoint import weight_names
+from trace_lightning.quantization.dialects import DIALECTS
+
+log = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFormat:
+    """How a policy is written.
+
+    Args:
+        format: `hf`, plain weights; `nvfp4` or `mxfp4`, linears in FP4.
+        dialect: of FP4: `compressed-tensors` or `modelopt`.
+        activations: of FP4: `recipe`, inputs of linears as in the rollout; `none`; or the format of the weights.
+        dtype: of weights that are not in FP4; null: `float32` for `hf` (masters), `bfloat16` beside FP4, and what is
+            stored where the source is in FP4 already.
+        max_shard_gb: size of one file.
+
+    Raises:
+        ValueError: an unknown word, or a size that is not above 0.
+    """
+
+    format: Literal["hf", "nvfp4", "mxfp4"] = "hf"
+    dialect: str = "compressed-tensors"
+    activations: Literal["recipe", "none", "nvfp4", "mxfp4"] = "recipe"
+    dtype: str | None = None
+    max_shard_gb: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.format not in ("hf", "nvfp4", "mxfp4"):
+            raise ValueError(f"export format {self.format!r}: choose hf, nvfp4 or mxfp4")
+        if self.dialect not in DIALECTS:
+            raise ValueError(f"export dialect {self.dialect!r}: choose {' or '.join(DIALECTS)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"export dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
+        if self.max_shard_gb <= 0:
+            raise ValueError(f"max_shard_gb={self.max_shard_gb} must be above 0")
+        if self.format != "hf" and self.dtype == "float16":
+            raise ValueError("export dtype float16 beside FP4: FP4 values can lie outside its range; use bfloat16")
+
+
+def export_source(
+    source: Source, target: Path, how: ExportFormat, *, overwrite: bool = False, calibration: Path | None = None
+) -> ExportRecord:
+    """Write `source` to the directory `target`, which appears when it is complete.
+
+    Args:
+        source: the policy.
+        target: directory to make.
+        how: format, dialect, dtype.
+        overwrite: replace a model that is there.
+        calibration: texts for W4A4 NVFP4; default: the `completions.jsonl` of the source's run.
+
+    Returns:
+        The record that was written beside the weights.
+
+    Raises:
+        ValueError: naming what is wrong with source, target or options. What was at `target` is then untouched.
+    """
+    check_target(target, overwrite=overwrite)
+    if how.format == "hf":
+        return _export_plain(source, target, how, overwrite)
+    plan = plan_fp4(source, DIALECTS[how.dialect], how.format, _activations(source, how), _dtype(source, how))
+    plan, texts = _calibrated(plan, calibration)
+    plan = dataclasses.replace(plan, kv_scales=_kv_scales(source))
+    record = dataclasses.replace(
+        source.record,
+        format=how.format,
+        dialect=how.dialect,
+        activations=plan.scheme.activations,
+        quantized_as_trained=_as_trained(source, how),
+        kv_scales=plan.kv_scales,
+        calibration=texts,
+    )
+    with whole_directory(target, overwrite=overwrite) as part:
+        writer = ShardWriter(part, int(how.max_shard_gb * 1e9))
+        for name, tensor in plan.tensors():
+            writer.add(name, tensor)
+        size = writer.close()
+        config = copy.deepcopy(source.model.config)
+        config.dtype = plan.dtype or _stored_dtype(source)
+        config.quantization_config = plan.dialect.config(plan.scheme)
+        config.save_pretrained(part)
+        for name, content in plan.dialect.files(plan.scheme).items():
+            (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        source.model.generation_config.save_pretrained(part)
+        _finish(source, record, part)
+    log.info("%s: %.2f GB, %d linears in %s", target, size / 1e9, sum(map(len, plan.groups)), how.format)
+    return record
+
+
+def _export_plain(source: Source, target: Path, how: ExportFormat, overwrite: bool) -> ExportRecord:
+    record = dataclasses.replace(source.record, format="hf", dialect="", activations="none", calibration="")
+    dtype, names = DTYPES[how.dtype or "float32"], weight_names(source.model)
+    with whole_directory(target, overwrite=overwrite) as part:
+        state = {name: source.weights[name].to(dtype) for name in names}
+        model = copy.deepcopy(source.model)
+        model.config.dtype = dtype
+        model.save_pretrained(part, state_dict=state, max_shard_size=int(how.max_shard_gb * 1e9))
+        _finish(source, record, part)
+    return record
+
+
+def _finish(source: Source, record: ExportRecord, part: Path) -> None:
+    source.tokenizer.save_pretrained(part)
+    record.write(part)
+    (part / "README.md").write_text(model_card(record), encoding="utf-8")
+
+
+def _activations(source: Source, how: ExportFormat) -> str:
+    if how.activations != "recipe":
+        return how.activations
+    if source.fp4 is not None:
+        return source.fp4.scheme.activations
+    wanted = source.record.recipe.activations
+    return wanted if wanted in ("nvfp4", "mxfp4") else "none"
+
+
+def _dtype(source: Source, how: ExportFormat) -> torch.dtype | None:
+    if how.dtype is not None:
+        return DTYPES[how.dtype]
+    return None if source.fp4 is not None else torch.bfloat16
+
+
+def _stored_dtype(source: Source) -> torch.dtype:
+    return source.model.config.dtype or torch.bfloat16
+
+
+def _kv_scales(source: Source) -> list[dict[str, list[float]]]:
+    if source.fp4 is not None:  # of the masters, which are gone
+        return source.record.kv_scales
+    return measured_kv_scales(source.model, source.weights, source.record.recipe)
+
+
+def _as_trained(source: Source, how: ExportFormat) -> bool:
+    return source.record.quantized_as_trained if source.fp4 is not None else source.record.recipe.weights == how.format
+
+
+def _calibrated(plan: FP4Export, calibration: Path | None) -> tuple[FP4Export, str]:
+    """The plan with scales of its inputs, if it needs any, and the words for the texts that they come from."""
+    source, fp4 = plan.source, plan.source.fp4
+    has_scales = fp4 is not None and fp4.scheme.activations != "none"
+    if plan.scheme.activations != "nvfp4" or has_scales:
+        return plan, source.record.calibration if has_scales else ""
+    of_run = None if source.run is None else source.run / "completions.jsonl"
+    file = calibration or (of_run if of_run is not None and of_run.is_file() else None)
+    if file is None:
+        raise ValueError(
+            "W4A4 in NVFP4 needs texts to measure the inputs of linears on: give a file by --calibration (JSON lines "
+            "with `prompt` and `completion`, or plain lines), or export without them by --activations none"
+        )
+    texts = read_texts(file, source.tokenizer)
+    recipe = dataclasses.replace(source.record.recipe, weights=plan.scheme.format)
+    scales = input_scales(source, recipe, texts, torch.float32)
+    return dataclasses.replace(plan, input_scales=scales), f"{len(texts)} texts of {file.name}"
