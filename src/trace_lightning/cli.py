@@ -22,6 +22,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from trace_lightning.quiet import quiet_imports, quiet_runtime
@@ -201,20 +202,11 @@ def main() -> None:
     """Entry point of `trace-fit`. Bad input ends with one line and exit code 2."""
     _log_to_stderr()
     try:
-        if sys.argv[1:2] == ["prepare"]:
-            _prepare(sys.argv[2:])
-        elif sys.argv[1:2] == ["bench"]:
-            _bench(sys.argv[2:])
-        elif sys.argv[1:2] == ["estimate"]:
-            _estimate(sys.argv[2:])
-        elif sys.argv[1:2] == ["probe"]:
-            sys.exit(_probe(sys.argv[2:]))
-        elif sys.argv[1:2] == ["export"]:
-            _export(sys.argv[2:])
-        elif sys.argv[1:2] == ["env"]:
-            _env(sys.argv[2:])
-        else:
+        command = _COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+        if command is None:
             TraceCLI()
+        else:
+            _leave(command(sys.argv[2:]))
     except (ValueError, ImportError) as error:
         if os.environ.get("TRACE_LIGHTNING_DEBUG"):
             raise
@@ -298,6 +290,21 @@ def _env(arguments: list[str]) -> None:
     from trace_lightning.env import main as env
 
     env(arguments)
+
+
+def _leave(status: int | None) -> None:
+    if status is not None:
+        sys.exit(status)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "prepare": _prepare,
+    "bench": _bench,
+    "estimate": _estimate,
+    "probe": _probe,
+    "export": _export,
+    "env": _env,
+}
 
 
 if __name__ == "__main__":

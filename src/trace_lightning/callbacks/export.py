@@ -34,7 +34,7 @@ class HFExport(Callback):
         dirname: the directory, below the run's folder.
         format: `hf`, plain weights in FP32; `nvfp4` or `mxfp4`, linears in FP4 and the rest in BF16.
         dialect: of FP4: `compressed-tensors` or `modelopt`.
-        every_n_checkpoints: save also with every n-th checkpoint, as `<dirname>-step<optimizer steps>`; None for no more.
+        every_n_checkpoints: save with every n-th checkpoint as well, as `<dirname>-step<optimizer steps>`; None: never.
 
     Raises:
         ValueError: an argument out of range; when `fit` starts, if the model cannot be saved in that format, or if

@@ -51,6 +51,11 @@ def _weights(record: ExportRecord) -> str:
         return "The weights are the trainer's masters, not quantised."
     whose = "the rollout's own, byte for byte" if record.quantized_as_trained else "rounded for this export"
     text = f"Weights in {record.format}, dialect {record.dialect}; the codes are {whose}."
+    if record.survival:
+        text += (
+            f" Of the update by training they keep {record.survival['kept']:.1%} along its own direction "
+            f"({record.survival['changed']:.1%} of the weights have another value than before)."
+        )
     if record.activations == "none":
         return text + " Inputs of linears are not quantised."
     if record.calibration:

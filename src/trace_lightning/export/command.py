@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=list(DTYPES), help="of what is not in FP4 (default: float32 for hf, bfloat16 beside FP4)")
     add("--max_shard_gb", type=float, default=5.0, metavar="X", help="size of one file (default 5)")
     add("--model.path", dest="base", metavar="PATH", help="of a checkpoint: where the model it started from is now")
+    add("--survival", action="store_true", help="report how much of the training's update is left in FP4")
     add("--overwrite", action="store_true", help="replace a model that is at DIR")
     return parser
 
@@ -47,10 +48,19 @@ def main(arguments: list[str]) -> None:
         dtype=given.dtype,
         max_shard_gb=given.max_shard_gb,
     )
+    if given.survival and given.format == "hf":
+        raise ValueError("--survival compares FP4 weights: give --format nvfp4 or mxfp4 as well")
     check_target(given.out, overwrite=given.overwrite)
     source = open_source(given.ckpt_path, given.base)
     if source.run is not None and given.out.resolve() == Path(given.ckpt_path).expanduser().resolve():
         raise ValueError(f"--out {given.out} is what is exported; choose another directory")
-    record = export_source(source, given.out, how, overwrite=given.overwrite, calibration=given.calibration)
+    before = open_source(given.base or source.record.base_model).weights if given.survival else None
+    options = {"overwrite": given.overwrite, "calibration": given.calibration, "before": before}
+    record = export_source(source, given.out, how, **options)
     dialect = f", {record.dialect}, inputs {record.activations}" if record.dialect else ""
     print(f"exported: {given.out} ({record.format}{dialect})")
+    if record.survival:
+        print(
+            "of the update by training, the FP4 weights keep {kept:.1%} along its own direction; with rounding noise "
+            "they moved {size:.2f} times as far, in {changed:.2%} of the weights".format(**record.survival)
+        )

@@ -11,11 +11,13 @@ import copy
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from trace_lightning.export.calibration import input_scales, read_texts
 from trace_lightning.export.card import model_card
@@ -24,6 +26,7 @@ from trace_lightning.export.fp4 import FP4Export, plan_fp4
 from trace_lightning.export.kv import measured_kv_scales
 from trace_lightning.export.record import ExportRecord
 from trace_lightning.export.source import Source
+from trace_lightning.export.survival import Survival, update_survival
 from trace_lightning.models.checkpoint import weight_names
 from trace_lightning.quantization.dialects import DIALECTS
 
@@ -67,7 +70,13 @@ class ExportFormat:
 
 
 def export_source(
-    source: Source, target: Path, how: ExportFormat, *, overwrite: bool = False, calibration: Path | None = None
+    source: Source,
+    target: Path,
+    how: ExportFormat,
+    *,
+    overwrite: bool = False,
+    calibration: Path | None = None,
+    before: Mapping[str, Tensor] | None = None,
 ) -> ExportRecord:
     """Write `source` to the directory `target`, which appears when it is complete.
 
@@ -77,6 +86,7 @@ def export_source(
         how: format, dialect, dtype.
         overwrite: replace a model that is there.
         calibration: texts for W4A4 NVFP4; default: the `completions.jsonl` of the source's run.
+        before: weights that the training started from, to report how much of its update survives in FP4.
 
     Returns:
         The record that was written beside the weights.
@@ -98,6 +108,7 @@ def export_source(
         quantized_as_trained=_as_trained(source, how),
         kv_scales=plan.kv_scales,
         calibration=texts,
+        survival=source.record.survival if before is None else _survival(plan, before),
     )
     with whole_directory(target, overwrite=overwrite) as part:
         writer = ShardWriter(part, int(how.max_shard_gb * 1e9))
@@ -151,6 +162,15 @@ def _dtype(source: Source, how: ExportFormat) -> torch.dtype | None:
 
 def _stored_dtype(source: Source) -> torch.dtype:
     return source.model.config.dtype or torch.bfloat16
+
+
+def _survival(plan: FP4Export, before: Mapping[str, Tensor]) -> dict[str, float]:
+    after, fmt = plan.source.weights, plan.scheme.format
+    sums = (
+        update_survival(before, after, [group], fmt, four_over_six=plan.source.record.recipe.four_over_six)
+        for group in plan.groups
+    )
+    return sum((found for group in sums for found in group.values()), Survival()).as_dict()
 
 
 def _kv_scales(source: Source) -> list[dict[str, list[float]]]:

@@ -33,7 +33,13 @@ def attention_names(model: PreTrainedModel) -> list[str]:
 def measured_kv_scales(
     model: PreTrainedModel, weights: Mapping[str, Tensor], recipe: QuantRecipe
 ) -> list[dict[str, list[float]]]:
-    """Of a model on the meta device: `{"k": [by head], "v": [by head]}` for each layer, empty for layers in high precision; [] without K/V format."""
+    """The scales of each layer, `{"k": [by head], "v": [by head]}`; [] without a K/V format.
+
+    Args:
+        model: on the meta device.
+        weights: masters.
+        recipe: of the rollout; layers that it keeps in high precision have no scales, `{}`.
+    """
     fmt = get_format(recipe.kv_cache, four_over_six=recipe.four_over_six)
     if fmt is None or not fmt.has_outer:
         return []

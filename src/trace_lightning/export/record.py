@@ -35,6 +35,7 @@ class ExportRecord:
         evaluation: held-out reward before and after, by name.
         kv_scales: FP32 outer scales by layer, `{"k": [by head], "v": [by head]}`; empty without a K/V format.
         calibration: what the input scales were measured on.
+        survival: how much of the training's update the FP4 weights show, see `survival.Survival`; empty if not asked.
         version: of this library.
     """
 
@@ -48,6 +49,7 @@ class ExportRecord:
     evaluation: dict[str, list[float | None]] = field(default_factory=dict)
     kv_scales: list[dict[str, list[float]]] = field(default_factory=list)
     calibration: str = ""
+    survival: dict[str, float] = field(default_factory=dict)
     version: str = __version__
 
     def write(self, directory: Path) -> None:
