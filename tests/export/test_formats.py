@@ -10,6 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as TorchaoNVFP4
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -213,6 +214,22 @@ class TestInputs:
         fmt, x = get_format("nvfp4"), torch.randn(64, 128) * torch.logspace(-2, 0, 64)[:, None]
         fixed = fmt.outer_from_amax(x.abs().amax().reshape(1, 1) * 4)
         assert_bit_equal(fmt.dequantize(fmt.quantize(x, fixed)), fmt.dequantize(fmt.quantize(x)))
+
+    def test_the_package_rounds_inputs_as_the_rollout_does(self, run, tmp_path) -> None:
+        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4")
+        source = make_source(make_policy("qwen3", recipe), recipe, run)
+        export_source(source, tmp_path / "out", ExportFormat(format="nvfp4"))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+        fmt, module, equal, total = get_format("nvfp4"), model.get_submodule("model.layers.1.mlp.up_proj"), 0, 0
+        module.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0].flatten(0, 1)))
+        inputs: list[torch.Tensor] = []
+        model(torch.arange(6, 31)[None])
+        for x in inputs:
+            theirs = forward_quantize(module, x, "input", module.quantization_scheme.input_activations)
+            ours = fmt.dequantize(fmt.quantize(x)).to(x.dtype)
+            equal, total = equal + int((theirs == ours).sum()), total + x.numel()
+        assert total == 25 * 64
+        assert equal >= 0.99 * total  # the rest are ties, which its order of operations decides otherwise
 
     def test_texts_are_needed(self, tmp_path) -> None:
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4")

@@ -123,7 +123,7 @@ def export_source(
             (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         source.model.generation_config.save_pretrained(part)
         _finish(source, record, part)
-    log.info("%s: %.2f GB, %d linears in %s", target, size / 1e9, sum(map(len, plan.groups)), how.format)
+    log.info("%s: %.1f MB, %d linears in %s", target, size / 1e6, sum(map(len, plan.groups)), how.format)
     return record
 
 
@@ -161,7 +161,8 @@ def _dtype(source: Source, how: ExportFormat) -> torch.dtype | None:
 
 
 def _stored_dtype(source: Source) -> torch.dtype:
-    return source.model.config.dtype or torch.bfloat16
+    dtype = source.model.config.dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
 def _survival(plan: FP4Export, before: Mapping[str, Tensor]) -> dict[str, float]:
@@ -197,6 +198,6 @@ def _calibrated(plan: FP4Export, calibration: Path | None) -> tuple[FP4Export, s
             "with `prompt` and `completion`, or plain lines), or export without them by --activations none"
         )
     texts = read_texts(file, source.tokenizer)
-    recipe = dataclasses.replace(source.record.recipe, weights=plan.scheme.format)
+    recipe = dataclasses.replace(source.record.recipe, weights="nvfp4")
     scales = input_scales(source, recipe, texts, torch.float32)
     return dataclasses.replace(plan, input_scales=scales), f"{len(texts)} texts of {file.name}"

@@ -28,8 +28,9 @@ from trace_lightning.models.checkpoint import weight_names
 from trace_lightning.models.layout import find_decoder_layers, read_layout
 from trace_lightning.quantization.dialects import TENSOR_CLASSES, Dialect, FP4Linear, OuterScale, Scheme
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
+from trace_lightning.types import FormatName
 
-_CHUNK = 1 << 22  # elements that are quantised at a time: its temporaries are about ten times as large as its result
+_CHUNK = 1 << 20  # elements that are quantised at a time: the temporaries are ten times as large
 
 
 def quantize_group(weights: list[Tensor], fmt_name: str, four_over_six: bool) -> list[PackedFP4Tensor]:
@@ -42,7 +43,8 @@ def quantize_group(weights: list[Tensor], fmt_name: str, four_over_six: bool) ->
     """
     fmt, width = get_format(fmt_name, four_over_six=four_over_six), weights[0].shape[1]
     assert fmt is not None
-    amax = torch.stack([weight.abs().amax() for weight in weights]).amax().float()
+    ends = torch.stack([end for weight in weights for end in weight.aminmax()])  # without a copy of magnitudes
+    amax = ends.abs().amax().float()
     outer = fmt.outer_from_amax(amax.reshape(1, 1))
     groups, found = -(-width // fmt.block_size), []
     for weight in weights:
@@ -137,7 +139,9 @@ class FP4Export:
                 yield name, fp4.stored[name]
 
 
-def plan_fp4(source: Source, dialect: Dialect, fmt: str, activations: str, dtype: torch.dtype | None) -> FP4Export:
+def plan_fp4(
+    source: Source, dialect: Dialect, fmt: FormatName, activations: str, dtype: torch.dtype | None
+) -> FP4Export:
     """Decide which linears are quantised, without reading a weight; scales of inputs, K and V are still missing.
 
     Raises:
@@ -157,7 +161,7 @@ def plan_fp4(source: Source, dialect: Dialect, fmt: str, activations: str, dtype
     recipe = dataclasses.replace(source.record.recipe, weights=fmt)
     layout = read_layout(source.model, recipe)
     if fp4 is not None:
-        groups = tuple((name,) for name in sorted(fp4.quantized))
+        groups: tuple[tuple[str, ...], ...] = tuple((name,) for name in sorted(fp4.quantized))
         quantized, kv_cache = set(fp4.quantized), fp4.scheme.kv_cache
     else:
         groups = tuple(group.names for group in layout.groups)

@@ -193,7 +193,8 @@ class CompressedTensors(Dialect):
         packed = f"{scheme.format}-pack-quantized"
         common: dict[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True}
         if scheme.format == "nvfp4":
-            common |= {"group_size": 16, "strategy": "tensor_group"}
+            # Without the dtype, that package's own forward leaves the block scales of inputs unrounded.
+            common |= {"group_size": 16, "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
         else:
             common |= {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
         inputs = None
