@@ -169,7 +169,7 @@ class TestTarget:
     def test_what_is_no_model_is_never_replaced(self, tmp_path) -> None:
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter.tex").write_text("years")
-        with pytest.raises(ValueError, match="no model and will not be replaced"):
+        with pytest.raises(ValueError, match="no model, and will not be replaced"):
             export_source(open_source("builtin:tiny-qwen3"), tmp_path / "thesis", CT, overwrite=True)
         assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years"
 

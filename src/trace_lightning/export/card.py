@@ -15,6 +15,9 @@ _SERVE = {
     "```python\n"
     "# pip install 'trace-lightning[export]': the package compressed-tensors\n"
     "model = AutoModelForCausalLM.from_pretrained(PATH, dtype=torch.bfloat16)\n```",
+    "adapter": "```bash\nvllm serve BASE --enable-lora --lora-modules policy=PATH\n```\n\n"
+    "```python\nmodel = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), PATH)\n```",
+    "beside": "```bash\nvllm serve PATH --enable-lora --lora-modules policy=PATH/adapter\n```",
     "modelopt": "```bash\nvllm serve PATH --quantization modelopt_fp4\n"
     "python -m sglang.launch_server --model-path PATH --quantization modelopt_fp4\n```",
 }
@@ -34,7 +37,7 @@ def model_card(record: ExportRecord) -> str:
         "## Recipe of the rollout\n\n"
         f"`{record.recipe.label}`\n\n```yaml\n{yaml.safe_dump(_recipe(record), sort_keys=False)}```",
         _cache(record),
-        f"## Serving\n\n{_SERVE[record.dialect or 'hf']}",
+        f"## Serving\n\n{_serving(record)}",
         f"Written by trace-lightning {record.version}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -46,7 +49,20 @@ def _recipe(record: ExportRecord) -> dict[str, Any]:
     return plain
 
 
+def _serving(record: ExportRecord) -> str:
+    if record.format == "adapter" or record.adapters == "beside":
+        return _SERVE["beside" if record.adapters == "beside" else "adapter"]
+    return _SERVE[record.dialect or "hf"]
+
+
 def _weights(record: ExportRecord) -> str:
+    if record.format == "adapter":
+        return "These are its low-rank adapters alone, in peft's format."
+    adapters = {"merge": " Its low-rank adapters are merged into them.", "beside": " Its adapters are in `adapter/`."}
+    return _quantisation(record) + adapters.get(record.adapters, "")
+
+
+def _quantisation(record: ExportRecord) -> str:
     if not record.dialect:
         return "The weights are the trainer's masters, not quantised."
     whose = "the rollout's own, byte for byte" if record.quantized_as_trained else "rounded for this export"

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trace_lightning.export.adapters import FOLDER
 from trace_lightning.export.calibration import input_scales, read_texts
 from trace_lightning.export.card import model_card
 from trace_lightning.export.folder import ShardWriter, check_target, whole_directory
@@ -39,26 +40,28 @@ class ExportFormat:
     """How a policy is written.
 
     Args:
-        format: `hf`, plain weights; `nvfp4` or `mxfp4`, linears in FP4.
+        format: `hf`, plain weights; `nvfp4` or `mxfp4`, linears in FP4; `adapter`, low-rank adapters alone.
         dialect: of FP4: `compressed-tensors` or `modelopt`.
         activations: of FP4: `recipe`, inputs of linears as in the rollout; `none`; or the format of the weights.
         dtype: of weights that are not in FP4; null: `float32` for `hf` (masters), `bfloat16` beside FP4, and what is
             stored where the source is in FP4 already.
+        adapters: of a policy with low-rank ones: `merge` them in FP32, or write the base, and them `beside` it.
         max_shard_gb: size of one file.
 
     Raises:
         ValueError: an unknown word, or a size that is not above 0.
     """
 
-    format: Literal["hf", "nvfp4", "mxfp4"] = "hf"
+    format: Literal["hf", "nvfp4", "mxfp4", "adapter"] = "hf"
     dialect: str = "compressed-tensors"
     activations: Literal["recipe", "none", "nvfp4", "mxfp4"] = "recipe"
     dtype: str | None = None
+    adapters: Literal["merge", "beside"] = "merge"
     max_shard_gb: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.format not in ("hf", "nvfp4", "mxfp4"):
-            raise ValueError(f"export format {self.format!r}: choose hf, nvfp4 or mxfp4")
+        if self.format not in ("hf", "nvfp4", "mxfp4", "adapter"):
+            raise ValueError(f"export format {self.format!r}: choose hf, nvfp4, mxfp4 or adapter")
         if self.dialect not in DIALECTS:
             raise ValueError(f"export dialect {self.dialect!r}: choose {' or '.join(DIALECTS)}")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -95,11 +98,13 @@ def export_source(
         ValueError: naming what is wrong with source, target or options. What was at `target` is then untouched.
     """
     check_target(target, overwrite=overwrite)
+    if source.adapters is None and (how.format == "adapter" or how.adapters == "beside"):
+        raise ValueError(f"{source.where} has no low-rank adapters that could be exported alone or beside a base")
+    if how.format == "adapter":
+        return _export_adapter(source, target, overwrite)
     if how.format == "hf":
         return _export_plain(source, target, how, overwrite)
-    plan = plan_fp4(source, DIALECTS[how.dialect], how.format, _activations(source, how), _dtype(source, how))
-    plan, texts = _calibrated(plan, calibration)
-    plan = dataclasses.replace(plan, kv_scales=_kv_scales(source))
+    plan = _plan(source, how, calibration)
     record = dataclasses.replace(
         source.record,
         format=how.format,
@@ -107,36 +112,77 @@ def export_source(
         activations=plan.scheme.activations,
         quantized_as_trained=_as_trained(source, how),
         kv_scales=plan.kv_scales,
-        calibration=texts,
+        calibration=plan.calibration,
         survival=source.record.survival if before is None else _survival(plan, before),
+        adapters=_adapters(source, how),
     )
     with whole_directory(target, overwrite=overwrite) as part:
+        _write_small(plan, record, part)
+        _write_adapter(source, record, part, str(target))
         writer = ShardWriter(part, int(how.max_shard_gb * 1e9))
         for name, tensor in plan.tensors():
             writer.add(name, tensor)
         size = writer.close()
-        config = copy.deepcopy(source.model.config)
-        config.dtype = plan.dtype or _stored_dtype(source)
-        config.quantization_config = plan.dialect.config(plan.scheme)
-        config.save_pretrained(part)
-        for name, content in plan.dialect.files(plan.scheme).items():
-            (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        source.model.generation_config.save_pretrained(part)
-        _finish(source, record, part)
     log.info("%s: %.1f MB, %d linears in %s", target, size / 1e6, sum(map(len, plan.groups)), how.format)
     return record
 
 
+def _plan(source: Source, how: ExportFormat, calibration: Path | None) -> FP4Export:
+    assert how.format in ("nvfp4", "mxfp4")
+    held = source.base if how.adapters == "beside" else source
+    plan = plan_fp4(held, DIALECTS[how.dialect], how.format, _activations(source, how), _dtype(held, how))
+    scales, texts = _input_scales(source, plan, calibration)
+    return dataclasses.replace(plan, input_scales=scales, calibration=texts, kv_scales=_kv_scales(source))
+
+
+def _write_small(plan: FP4Export, record: ExportRecord, part: Path) -> None:
+    """All but the weights, which take long: what cannot be written is found out first."""
+    config = copy.deepcopy(plan.source.model.config)
+    config.dtype = plan.dtype or _stored_dtype(plan.source)
+    config.quantization_config = plan.dialect.config(plan.scheme)
+    config.save_pretrained(part)
+    for name, content in plan.dialect.files(plan.scheme).items():
+        (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    plan.source.model.generation_config.save_pretrained(part)
+    _finish(plan.source, record, part)
+
+
 def _export_plain(source: Source, target: Path, how: ExportFormat, overwrite: bool) -> ExportRecord:
-    record = dataclasses.replace(source.record, format="hf", dialect="", activations="none", calibration="")
+    record = _plain_record(source, "hf", _adapters(source, how))
+    held = source.base if how.adapters == "beside" else source
     dtype, names = DTYPES[how.dtype or "float32"], weight_names(source.model)
     with whole_directory(target, overwrite=overwrite) as part:
-        state = {name: source.weights[name].to(dtype) for name in names}
+        _finish(source, record, part)
+        _write_adapter(source, record, part, str(target))
+        state = {name: held.weights[name].to(dtype) for name in names}
         model = copy.deepcopy(source.model)
         model.config.dtype = dtype
         model.save_pretrained(part, state_dict=state, max_shard_size=int(how.max_shard_gb * 1e9))
+    return record
+
+
+def _export_adapter(source: Source, target: Path, overwrite: bool) -> ExportRecord:
+    record = _plain_record(source, "adapter", "alone")
+    assert source.adapters is not None
+    with whole_directory(target, overwrite=overwrite) as part:
+        source.adapters.write(part, source.adapters.base)
         _finish(source, record, part)
     return record
+
+
+def _plain_record(source: Source, word: str, adapters: str) -> ExportRecord:
+    return dataclasses.replace(
+        source.record, format=word, dialect="", activations="none", calibration="", survival={}, adapters=adapters
+    )
+
+
+def _adapters(source: Source, how: ExportFormat) -> str:
+    return source.record.adapters if source.adapters is None else how.adapters
+
+
+def _write_adapter(source: Source, record: ExportRecord, part: Path, base: str) -> None:
+    if source.adapters is not None and record.adapters == "beside":
+        source.adapters.write(part / FOLDER, base)
 
 
 def _finish(source: Source, record: ExportRecord, part: Path) -> None:
@@ -181,15 +227,18 @@ def _kv_scales(source: Source) -> list[dict[str, list[float]]]:
 
 
 def _as_trained(source: Source, how: ExportFormat) -> bool:
-    return source.record.quantized_as_trained if source.fp4 is not None else source.record.recipe.weights == how.format
+    if source.fp4 is not None:
+        return source.record.quantized_as_trained
+    held_apart = source.adapters is not None and not source.adapters.merged_in_rollout
+    return source.record.recipe.weights == how.format and held_apart == (how.adapters == "beside")
 
 
-def _calibrated(plan: FP4Export, calibration: Path | None) -> tuple[FP4Export, str]:
-    """The plan with scales of its inputs, if it needs any, and the words for the texts that they come from."""
-    source, fp4 = plan.source, plan.source.fp4
+def _input_scales(source: Source, plan: FP4Export, calibration: Path | None) -> tuple[dict[str, float], str]:
+    """Scales of the inputs, if the plan wants any that are not stored yet, and the words for what they come from."""
+    fp4 = plan.source.fp4
     has_scales = fp4 is not None and fp4.scheme.activations != "none"
     if plan.scheme.activations != "nvfp4" or has_scales:
-        return plan, source.record.calibration if has_scales else ""
+        return {}, source.record.calibration if has_scales else ""
     of_run = None if source.run is None else source.run / "completions.jsonl"
     file = calibration or (of_run if of_run is not None and of_run.is_file() else None)
     if file is None:
@@ -199,5 +248,4 @@ def _calibrated(plan: FP4Export, calibration: Path | None) -> tuple[FP4Export, s
         )
     texts = read_texts(file, source.tokenizer)
     recipe = dataclasses.replace(source.record.recipe, weights="nvfp4")
-    scales = input_scales(source, recipe, texts, torch.float32)
-    return dataclasses.replace(plan, input_scales=scales), f"{len(texts)} texts of {file.name}"
+    return input_scales(source, recipe, texts, torch.float32), f"{len(texts)} texts of {file.name}"

@@ -33,8 +33,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if any(target.iterdir()):
         if not overwrite:
             raise ValueError(f"{target} exists; choose another directory, or pass --overwrite to replace it")
-        if not (target / "config.json").is_file():
-            raise ValueError(f"{target} holds no config.json, so it is no model and will not be replaced")
+        if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise ValueError(f"{target} holds no config.json, so it is no model, and will not be replaced")
 
 
 @contextmanager
@@ -55,8 +55,9 @@ def whole_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
-        for file in part.iterdir():
-            _to_disk(file)
+        for file in part.rglob("*"):
+            if file.is_file():
+                _to_disk(file)
         if target.exists():
             target.rename(old)
         part.rename(target)

@@ -72,6 +72,7 @@ class FP4Export:
         dtype: of everything else; None keeps the dtype that is stored.
         input_scales: FP32 [] outer scales of inputs by linear, for W4A4 NVFP4.
         kv_scales: see `ExportRecord`.
+        calibration: what the input scales come from, in words.
     """
 
     source: Source
@@ -81,6 +82,7 @@ class FP4Export:
     dtype: torch.dtype | None
     input_scales: Mapping[str, float] = field(default_factory=dict)
     kv_scales: list[dict[str, list[float]]] = field(default_factory=list)
+    calibration: str = ""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything to store, in the model's order."""

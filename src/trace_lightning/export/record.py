@@ -27,7 +27,7 @@ class ExportRecord:
     Args:
         recipe: of the rollout that the policy was trained with.
         base_model: what the run started from, as it was written in its config.
-        format: `hf`, `nvfp4` or `mxfp4`.
+        format: `hf`, `nvfp4`, `mxfp4` or `adapter`.
         dialect: of an FP4 format.
         activations: format of the inputs of linears for which scales were written.
         quantized_as_trained: whether the FP4 weights are the rollout's own.
@@ -36,6 +36,7 @@ class ExportRecord:
         kv_scales: FP32 outer scales by layer, `{"k": [by head], "v": [by head]}`; empty without a K/V format.
         calibration: what the input scales were measured on.
         survival: how much of the training's update the FP4 weights show, see `survival.Survival`; empty if not asked.
+        adapters: of a policy with low-rank ones: `merge`, `beside` or `alone`.
         version: of this library.
     """
 
@@ -50,6 +51,7 @@ class ExportRecord:
     kv_scales: list[dict[str, list[float]]] = field(default_factory=list)
     calibration: str = ""
     survival: dict[str, float] = field(default_factory=dict)
+    adapters: str = ""
     version: str = __version__
 
     def write(self, directory: Path) -> None:

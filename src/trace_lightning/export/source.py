@@ -4,12 +4,13 @@ A checkpoint of this library is one file of whole, plain tensors whatever the st
 reader does for all. Its file is mapped, never loaded: a weight is read when it is exported. Config and tokenizer are
 those of the model that the run started from.
 
-Weights are a mapping from name to tensor. Whatever has such a mapping of the model's own names, merged adapters for
-one, makes a `Source` of it with `dataclasses.replace(source, weights=...)`.
+Weights are a mapping from name to tensor. Of a run that trained adapters they are those of the base with the adapters
+merged; `Source.base` has them without.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from trace_lightning.export.adapters import CONFIG, Adapters, MergedWeights, adapters_of, read_peft
 from trace_lightning.export.record import ExportRecord, evaluation_of, read_record
 from trace_lightning.hparams import from_plain
 from trace_lightning.models.checkpoint import (
@@ -49,6 +51,7 @@ class Source:
         record: what is known of its training.
         run: folder of the run, if it came from one.
         where: for messages.
+        adapters: low-rank ones, that are part of the weights; None if all weights were trained.
     """
 
     weights: Mapping[str, Tensor]
@@ -57,6 +60,13 @@ class Source:
     record: ExportRecord
     run: Path | None
     where: str
+    adapters: Adapters | None = None
+
+    @property
+    def base(self) -> Source:
+        """The policy without its adapters."""
+        assert isinstance(self.weights, MergedWeights)
+        return dataclasses.replace(self, weights=self.weights.base, adapters=None)
 
     @property
     def fp4(self) -> FP4Checkpoint | None:
@@ -94,9 +104,17 @@ def open_source(path: str, base: str | None = None) -> Source:
     place = Path(path).expanduser()
     if place.is_file():
         return _from_checkpoint(place, base)
-    if not (place / "config.json").is_file() and (place / "policy" / "config.json").is_file():
+    if not _is_policy(place) and _is_policy(place / "policy"):
         place = place / "policy"
+    if (place / CONFIG).is_file():
+        adapters = read_peft(place)
+        record = read_record(place) or ExportRecord(base_model=adapters.base)
+        return _with_adapters(adapters, base, record, place.parent, str(place))
     return _from_directory(place if place.is_dir() else resolve_model_path(path), path)
+
+
+def _is_policy(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in ("config.json", CONFIG))
 
 
 def _from_checkpoint(file: Path, base: str | None) -> Source:
@@ -106,14 +124,6 @@ def _from_checkpoint(file: Path, base: str | None) -> Source:
         raise ValueError(
             f"{file} is no checkpoint of a PolicyModule: it holds {', '.join(map(str, content)) or 'nothing'}"
         )
-    origin = base or str(hparams["path"])
-    try:
-        directory = resolve_model_path(origin)
-    except ValueError as error:
-        raise ValueError(
-            f"{file} started from a model that is needed for its config and tokenizer: {error}. Give "
-            "another copy of it by --model.path"
-        ) from error
     run = file.parent.parent
     steps, evaluation = evaluation_of(run)
     record = ExportRecord(
@@ -122,7 +132,28 @@ def _from_checkpoint(file: Path, base: str | None) -> Source:
         steps=content.get("global_step", steps),
         evaluation=evaluation,
     )
-    return _checked(_Renamed(state), directory, origin, record, run, str(file))
+    adapters = adapters_of(state, hparams, str(file))
+    if adapters is not None:
+        return _with_adapters(adapters, base, record, run, str(file))
+    origin = base or record.base_model
+    return _checked(_Renamed(state), _base_of(origin, str(file)), origin, record, run, str(file))
+
+
+def _with_adapters(adapters: Adapters, base: str | None, record: ExportRecord, run: Path, where: str) -> Source:
+    directory = _base_of(base or adapters.base, where)
+    plain = _from_directory(directory, adapters.base)
+    weights = MergedWeights(plain.weights, adapters)
+    return dataclasses.replace(plain, weights=weights, adapters=adapters, record=record, run=run, where=where)
+
+
+def _base_of(origin: str, where: str) -> Path:
+    """The directory of the model that a run started from."""
+    try:
+        return resolve_model_path(origin)
+    except ValueError as error:
+        raise ValueError(
+            f"{where} started from a model that is needed as well: {error}. Give another copy of it by --model.path"
+        ) from error
 
 
 def _load(file: Path) -> dict[str, Any]:
