@@ -73,7 +73,8 @@ def main(arguments: list[str]) -> None:
     options = {"overwrite": given.overwrite, "calibration": given.calibration, "before": before}
     record = export_source(source, given.out, how, **options)
     dialect = f", {record.dialect}, inputs {record.activations}" if record.dialect else ""
-    print(f"exported: {given.out} ({record.format}{dialect})")
+    size = sum(file.stat().st_size for file in given.out.rglob("*.safetensors")) / 1e6
+    print(f"exported: {given.out} ({record.format}{dialect}; {size:,.1f} MB)")
     if record.survival:
         print(
             "of the update by training, the FP4 weights keep {kept:.1%} along its own direction; with rounding noise "

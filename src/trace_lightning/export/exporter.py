@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from trace_lightning.export.survival import Survival, update_survival
 from trace_lightning.models.checkpoint import weight_names
 from trace_lightning.quantization.dialects import DIALECTS
 
-log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -122,8 +120,7 @@ def export_source(
         writer = ShardWriter(part, int(how.max_shard_gb * 1e9))
         for name, tensor in plan.tensors():
             writer.add(name, tensor)
-        size = writer.close()
-    log.info("%s: %.1f MB, %d linears in %s", target, size / 1e6, sum(map(len, plan.groups)), how.format)
+        writer.close()
     return record
 
 

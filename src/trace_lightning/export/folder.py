@@ -83,7 +83,7 @@ class ShardWriter:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory, self.max_bytes = directory, max_bytes
         self._shard: dict[str, Tensor] = {}
-        self._bytes = self._total = 0
+        self._bytes = self._total = 0  # of this shard, of all
         self._files: list[list[str]] = []  # names of the tensors in each file
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -100,8 +100,8 @@ class ShardWriter:
         self._files.append(list(self._shard))
         self._shard, self._bytes = {}, 0
 
-    def close(self) -> int:
-        """Write what is left, and the index; returns the bytes of all tensors."""
+    def close(self) -> None:
+        """Write what is left, and the index."""
         self._flush()
         count = len(self._files)
         names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -111,4 +111,3 @@ class ShardWriter:
             files = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
             index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(files.items()))}
             (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        return self._total

@@ -98,7 +98,7 @@ class FP4Export:
             else:
                 yield name, weights[name] if self.dtype is None else weights[name].to(self.dtype)
         yield from self._kv_tensors()
-        yield from self._foreign_tensors()
+        yield from self._foreign_tensors(shapes)
 
     def _group(self, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
         recipe, fp4 = self.source.record.recipe, self.source.fp4
@@ -130,14 +130,14 @@ class FP4Export:
                 k, v = (torch.tensor(scales[site], dtype=torch.float32) for site in "kv")
                 yield from self.dialect.kv_scales(attention, k, v, self.scheme.kv_cache).items()
 
-    def _foreign_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _foreign_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         """What another program stored beside the weights, calibrated K/V scales for one: it stays, in its dialect."""
         fp4 = self.source.fp4
         if fp4 is None or fp4.dialect is not self.dialect or self.kv_scales:
             return
-        known = {name for n in fp4.quantized for name in self.dialect.tensors(n, fp4.linear(n))}
+        known = shapes.keys() | {name for linear in fp4.quantized for name in self.dialect.names(linear)}
         for name in fp4.stored:
-            if name not in known and name not in weight_names(self.source.model):
+            if name not in known:
                 yield name, fp4.stored[name]
 
 

@@ -130,9 +130,14 @@ class Dialect(ABC):
                 found[f"{name}.{key}"] = self._store(outer)
         return found
 
+    def names(self, name: str) -> list[str]:
+        """Everything that can be stored for the linear `name`."""
+        return [f"{name}.{key}" for key in (self.codes, "weight_scale", self.outer, self.inputs)]
+
     def quantized(self, names: Iterable[str]) -> list[str]:
         """The linears of a file that have block scales or a per-tensor scale."""
-        ends = (f".{self.codes}", ".weight_scale", f".{self.outer}") if self.codes != "weight" else (".weight_scale",)
+        keys = {"weight_scale", self.outer, self.codes} - {"weight"}  # a plain weight has that name too
+        ends = tuple(f".{key}" for key in keys)
         return sorted({name.rpartition(".")[0] for name in names if name.endswith(ends)})
 
     def read(self, name: str, stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> FP4Linear:
