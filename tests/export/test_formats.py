@@ -181,6 +181,17 @@ def test_kv_scales_are_those_of_the_rollout(tmp_path) -> None:
         assert tensors[f"{name}.v_proj.v_scale"] == v.amax()
 
 
+def test_a_rotated_cache_is_not_announced(tmp_path) -> None:
+    recipe = dataclasses.replace(W4A16, kv_rotation="hadamard", bf16_layers=["first:1"])
+    how = ExportFormat(format="nvfp4", dialect="modelopt")
+    record = export_source(make_source(make_policy("qwen3", recipe), recipe), tmp_path / "out", how)
+    details = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    assert details["kv_cache_quant_algo"] is None
+    assert "model.layers.0.mlp.up_proj" in details["exclude_modules"]
+    assert not any(name.endswith("k_scale") for name in stored(tmp_path / "out"))
+    assert [bool(scales) for scales in record.kv_scales] == [False, True]
+
+
 class TestInputs:
     """W4A4: one scale for all tokens, measured on texts."""
 

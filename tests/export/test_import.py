@@ -211,6 +211,18 @@ class TestFormats:
         export_source(source, tmp_path / "out", ExportFormat())
         assert load_model(tmp_path / "out", torch.float32).num_parameters() == source.model.num_parameters()
 
+    def test_a_policy_without_linears_is_refused(self, tmp_path) -> None:
+        with pytest.raises(ValueError, match="no linear that the recipe quantises"):
+            export_source(make_source(make_model("gpt2"), QuantRecipe()), tmp_path / "out", CT)
+
+    @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+    def test_a_diverged_policy_is_refused(self, fmt, tmp_path) -> None:
+        model = make_model("llama")
+        model.get_parameter("model.layers.1.mlp.gate_proj.weight").data[3, 5] = float("nan")
+        with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj: a weight is not finite"):
+            export_source(make_source(model, QuantRecipe()), tmp_path / "out", ExportFormat(format=fmt))
+        assert not any(tmp_path.iterdir())
+
     def test_plain_format_out_of_fp4_holds_the_values(self, ready, tmp_path) -> None:
         export_source(open_source(str(ready)), tmp_path / "out", ExportFormat(dtype="bfloat16"))
         values = dict(load_model(ready, torch.bfloat16).named_parameters())

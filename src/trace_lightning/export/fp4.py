@@ -40,11 +40,16 @@ def quantize_group(weights: list[Tensor], fmt_name: str, four_over_six: bool) ->
         weights: masters [N_i, K].
         fmt_name: `nvfp4` or `mxfp4`.
         four_over_six: see `NVFP4`.
+
+    Raises:
+        ValueError: a weight that is not finite.
     """
     fmt, width = get_format(fmt_name, four_over_six=four_over_six), weights[0].shape[1]
     assert fmt is not None
     ends = torch.stack([end for weight in weights for end in weight.aminmax()])  # without a copy of magnitudes
     amax = ends.abs().amax().float()
+    if not amax.isfinite():
+        raise ValueError("a weight is not finite: this policy has diverged")
     outer = fmt.outer_from_amax(amax.reshape(1, 1))
     groups, found = -(-width // fmt.block_size), []
     for weight in weights:
@@ -106,7 +111,10 @@ class FP4Export:
             linears = {name: self._with_inputs(name, fp4.linear(name)) for name in names}
             return {name: self.dialect.tensors(name, linear) for name, linear in linears.items()}
         masters = [self.source.weights[f"{name}.weight"] for name in names]
-        packed = quantize_group(masters, self.scheme.format, recipe.four_over_six)
+        try:
+            packed = quantize_group(masters, self.scheme.format, recipe.four_over_six)
+        except ValueError as error:
+            raise ValueError(f"{self.source.where}, {', '.join(names)}: {error}") from error
         if names[0] in self.scheme.ignore:
             dtype = self.dtype or torch.bfloat16
             return {n: {f"{n}.weight": p.dequantize(dtype)} for n, p in zip(names, packed, strict=True)}
@@ -147,7 +155,8 @@ def plan_fp4(
     """Decide which linears are quantised, without reading a weight; scales of inputs, K and V are still missing.
 
     Raises:
-        ValueError: a format that the dialect has not, a source that is in another FP4 format, or stacked experts.
+        ValueError: a format that the dialect has not, a source that is in another FP4 format, stacked experts, or
+            nothing to quantise.
     """
     if fmt not in dialect.formats:
         raise ValueError(f"the dialect {dialect.name} stores {', '.join(dialect.formats)}, not {fmt}")
@@ -169,7 +178,10 @@ def plan_fp4(
         groups = tuple(group.names for group in layout.groups)
         block = 16 if fmt == "nvfp4" else 32
         whole = [group for group in layout.groups if group.linears[0].in_features % block == 0]
-        quantized, kv_cache = {name for group in whole for name in group.names}, recipe.kv_cache
+        quantized = {name for group in whole for name in group.names}
+        kv_cache = recipe.kv_cache if recipe.kv_rotation == "none" else "none"  # no other tool rotates
+    if not quantized:
+        raise ValueError(f"{source.where} has no linear that the recipe quantises and {dialect.name} can store")
     linears = [name for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
     ignore = tuple(name for name in linears if name not in quantized)
     return FP4Export(source, dialect, Scheme(fmt, activations, ignore, kv_cache), groups, dtype)

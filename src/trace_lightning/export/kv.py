@@ -44,7 +44,8 @@ def measured_kv_scales(
     if fmt is None or not fmt.has_outer:
         return []
     prefix, layers = find_decoder_layers(model)
-    wanted, heads = recipe.quantized_layers(len(layers)), model.config.num_key_value_heads
+    wanted, config = recipe.quantized_layers(len(layers)), model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     found: list[dict[str, list[float]]] = []
     for index, layer in enumerate(layers):
         if index not in wanted:

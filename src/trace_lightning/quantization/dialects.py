@@ -279,7 +279,7 @@ class ModelOpt(Dialect):
     def files(self, scheme: Scheme) -> dict[str, dict[str, Any]]:
         details = {
             "quant_algo": self._algorithm(scheme),
-            "kv_cache_quant_algo": self._KV[scheme.kv_cache],
+            "kv_cache_quant_algo": self._KV.get(scheme.kv_cache),
             "group_size": 16,
             "exclude_modules": list(scheme.ignore),
         }
