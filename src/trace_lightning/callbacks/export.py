@@ -69,7 +69,7 @@ class HFExport(Callback):
                 f"the generation_config.json of {pl_module.path} cannot be saved again: {error}. Correct the file, or "
                 "train without the HFExport callback."
             ) from error
-        if self.how.format != "hf":
+        if self.how.format in ("nvfp4", "mxfp4"):
             plan_fp4(self._source(trainer, pl_module), DIALECTS[self.how.dialect], self.how.format, "none", None)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
