@@ -19,6 +19,7 @@ from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import make_engine, make_model, make_policy, make_prompts, rollout_logprobs, sampling
 from trace_kernels import get_format
 from trace_lightning.export.exporter import ExportFormat, export_source
+from trace_lightning.export.fp4 import quantize_group
 from trace_lightning.export.source import open_source
 from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.policy import load_policy
@@ -165,6 +166,14 @@ def test_a_run_that_starts_from_an_export_rolls_out_the_same_weights(tmp_path) -
         for one, two in zip(before.linears, after.linears, strict=True):
             assert_bit_equal(one.packed.qdata, two.packed.qdata)
             assert_bit_equal(one.weight, two.weight)
+
+
+@pytest.mark.parametrize(("fmt", "four_over_six"), [("nvfp4", False), ("nvfp4", True), ("mxfp4", False)])
+def test_quantising_our_values_again_changes_none(fmt, four_over_six) -> None:
+    weights = [torch.randn(64, 96) * scale for scale in (1.0, 1e-3)]
+    first = [packed.dequantize(torch.float32) for packed in quantize_group(weights, fmt, four_over_six)]
+    for before, again in zip(first, quantize_group(first, fmt, four_over_six), strict=True):
+        assert_bit_equal(again.dequantize(torch.float32), before)
 
 
 def test_kv_scales_are_those_of_the_rollout(tmp_path) -> None:
