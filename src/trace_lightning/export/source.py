@@ -109,7 +109,7 @@ def open_source(path: str, base: str | None = None) -> Source:
     if (place / CONFIG).is_file():
         adapters = read_peft(place)
         record = read_record(place) or ExportRecord(base_model=adapters.base)
-        return _with_adapters(adapters, base, record, place.parent, str(place))
+        return adapter_source(adapters, base, record, place.parent, str(place))
     return _from_directory(place if place.is_dir() else resolve_model_path(path), path)
 
 
@@ -134,12 +134,24 @@ def _from_checkpoint(file: Path, base: str | None) -> Source:
     )
     adapters = adapters_of(state, hparams, str(file))
     if adapters is not None:
-        return _with_adapters(adapters, base, record, run, str(file))
+        return adapter_source(adapters, base, record, run, str(file))
     origin = base or record.base_model
     return _checked(_Renamed(state), _base_of(origin, str(file)), origin, record, run, str(file))
 
 
-def _with_adapters(adapters: Adapters, base: str | None, record: ExportRecord, run: Path, where: str) -> Source:
+def adapter_source(adapters: Adapters, base: str | None, record: ExportRecord, run: Path | None, where: str) -> Source:
+    """A policy that is a base on disk and adapters.
+
+    Args:
+        adapters: over the base that they name.
+        base: another place of that base; None takes theirs.
+        record: what is known of the training.
+        run: folder of the run, if there is one.
+        where: the adapters come from, for messages.
+
+    Raises:
+        ValueError: a base that is missing, damaged or of another model.
+    """
     directory = _base_of(base or adapters.base, where)
     plain = _from_directory(directory, adapters.base)
     weights = MergedWeights(plain.weights, adapters)

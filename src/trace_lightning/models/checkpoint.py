@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -204,8 +204,12 @@ class FP4Checkpoint(Mapping[str, Tensor]):
         return self._shapes[name] if self._is_quantized(name) else self.stored.shape(name)
 
 
-def load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal LM with plain weights in `dtype`; those of an FP4 checkpoint are the values that its codes mean.
+def load_model(directory: Path, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+    """A causal LM with plain weights; those of an FP4 checkpoint are the values that its codes mean.
+
+    Args:
+        directory: in Hugging Face format.
+        dtype: of the weights; `auto`: as stored, and FP32 where FP4 is stored.
 
     Raises:
         ValueError: a checkpoint that is quantised otherwise, incomplete, or does not fit its config.
@@ -213,6 +217,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     if quantization_of(directory) is None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         return model
+    dtype = torch.float32 if dtype == "auto" else dtype
     config = plain_config(directory)
     weights = FP4Checkpoint(directory, empty_model(config))
     state = {name: weights[name].to(dtype) for name in weights}
