@@ -111,6 +111,7 @@ def test_a_checkpoint_of_adapters(trained, base, adapter, tmp_path) -> None:
     export_source(open_source(str(adapter)), tmp_path / "same", ExportFormat(format="nvfp4"))
     assert content(tmp_path / "out")["model.safetensors"] == content(tmp_path / "same")["model.safetensors"]
     export_source(source, tmp_path / "alone", ExportFormat(format="adapter"))
+    assert peft.PeftConfig.from_pretrained(tmp_path / "alone").base_model_name_or_path == str(base)
     theirs = merged_by_peft(base, adapter)
     for name, tensor in merged_by_peft(base, tmp_path / "alone").items():
         assert torch.equal(tensor, theirs[name])

@@ -154,6 +154,7 @@ def adapter_source(adapters: Adapters, base: str | None, record: ExportRecord, r
     """
     directory = _base_of(base or adapters.base, where)
     plain = _from_directory(directory, adapters.base)
+    adapters = dataclasses.replace(adapters, base=str(directory))  # what peft will look for
     weights = MergedWeights(plain.weights, adapters)
     return dataclasses.replace(plain, weights=weights, adapters=adapters, record=record, run=run, where=where)
 
