@@ -193,6 +193,16 @@ class TestTarget:
         assert [path.name for path in ready.parent.iterdir()] == ["ready"]
 
 
+def test_tokenizer_chat_template_and_generation_config_come_along(tmp_path) -> None:
+    source = open_source("builtin:tiny-qwen3")
+    source.tokenizer.chat_template = "{{ messages[0].content }}"
+    export_source(source, tmp_path / "out", CT)
+    again = open_source(str(tmp_path / "out"))
+    assert again.tokenizer.chat_template == source.tokenizer.chat_template
+    assert again.tokenizer("12+34=")["input_ids"] == source.tokenizer("12+34=")["input_ids"]
+    assert again.model.generation_config.eos_token_id == source.model.generation_config.eos_token_id
+
+
 class TestFormats:
     def test_a_second_rounding_is_refused(self, ready, tmp_path) -> None:
         with pytest.raises(ValueError, match="is in nvfp4; in mxfp4 it would be rounded twice"):
