@@ -33,6 +33,7 @@ ARGUMENTS = {
     ],
     "rounding_spread": ["--orders", "2", "--questions", "8", "--text", __file__, "--json", "spread.json"],
     "estimate_peaks": ["--shapes", "tiny", "--json", "peaks.json"],
+    "export_memory": ["--shape", "tiny", "--max_shard_gb", "0.001", "--json", "memory.json"],
     "algorithms_study": [
         *("--steps", "2", "--seeds", "0", "--recipes", "dapo", "cispo", "--jobs", "2", "--out", "."),
         *("--data.batch_size=2", "--data.heldout_size=4", "--rollout.num_generations=4"),
@@ -95,6 +96,15 @@ def check_estimate_peaks(folder: Path) -> None:
     assert all((row["measured"] is not None) is torch.cuda.is_available() for row in rows)
 
 
+def check_export_memory(folder: Path) -> None:
+    content = json.loads((folder / "memory.json").read_text())
+    assert len(content["files_gb"]) == 1
+    assert content["files_gb"][0] == pytest.approx(
+        0.36e-3, rel=0.05
+    )  # 9/16 of a byte for a weight, two for an embedding
+    assert content["grown_gb"] >= 0
+
+
 def check_bench_two_gpus(folder: Path) -> None:
     """Both runs were measured; their gain is shown, and judged on GPUs alone."""
     content = json.loads((folder / "two_gpus.json").read_text())
@@ -136,6 +146,7 @@ def check_bench_lora(folder: Path) -> None:
 
 CHECKS = {
     "bench_lora": check_bench_lora,
+    "export_memory": check_export_memory,
     "rounding_spread": check_rounding_spread,
     "guidance_study": check_guidance_study,
     "stability_study": check_stability_study,

@@ -22,7 +22,10 @@ from ranks import worker
 from test_parity import PROMPTS, both_sides, recipe_of
 from tiny import Scorer, make_batch, make_model, rollout_logprobs, sampling
 from trace_lightning.callbacks import HFExport, RunCheckpoint
-from trace_lightning.callbacks.export import export_policy
+from trace_lightning.export.adapters import adapters_in
+from trace_lightning.export.exporter import ExportFormat, export_source
+from trace_lightning.export.record import ExportRecord
+from trace_lightning.export.source import adapter_source
 from trace_lightning.models.lora import LoraConfig, base_checksum, install_lora
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.sharding import Weights
@@ -239,7 +242,11 @@ class TestPeft:
         assert base.keys() == dict(plain.named_parameters()).keys()
         plain.load_state_dict(base, strict=False)
         plain.save_pretrained(tmp_path / "base")
-        export_policy(policy, load_tokenizer("builtin:tiny-qwen3"), tmp_path / "policy", base=str(tmp_path / "base"))
+        load_tokenizer("builtin:tiny-qwen3").save_pretrained(tmp_path / "base")
+        adapters = adapters_in(policy, str(tmp_path / "base"))
+        assert adapters is not None
+        source = adapter_source(adapters, None, ExportRecord(recipe=W4), None, "the policy")
+        export_source(source, tmp_path / "policy", ExportFormat(format="adapter"))
         config = peft.PeftConfig.from_pretrained(tmp_path / "policy")
         assert (config.base_model_name_or_path, config.r, config.lora_alpha) == (str(tmp_path / "base"), 4, 8)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -8,6 +8,7 @@
     trace-fit probe --config configs/grpo_fp4.yaml
     trace-fit report runs/grpo_fp4/version_0
     trace-fit compare runs/grpo_fp4/version_0 runs/grpo_bf16/version_0
+    trace-fit export --ckpt_path RUN/checkpoints/last.ckpt --format nvfp4 --out DIR
     trace-fit env
 
 The recipe is written once: it is linked into the module, and the rollout engine asks the module. Importing the classes
@@ -60,7 +61,8 @@ DESCRIPTION = (
     "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model, "
     "`trace-fit bench` times rollouts, `trace-fit estimate` reckons memory and time before a GPU is rented, "
     "`trace-fit probe` says whether a model is ready for FP4, `trace-fit report` writes the page of a run, "
-    "`trace-fit compare` puts runs side by side, `trace-fit env` says what to paste into a bug report."
+    "`trace-fit compare` puts runs side by side, `trace-fit export` writes a policy for other tools, "
+    "`trace-fit env` says what to paste into a bug report."
 )
 _LOGGER_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 COMPONENTS = (
@@ -221,19 +223,11 @@ def main() -> None:
     """Entry point of `trace-fit`. Bad input ends with one line and exit code 2."""
     _log_to_stderr()
     try:
-        command: Callable[[list[str]], int | None] | None = {
-            "prepare": _prepare,
-            "bench": _bench,
-            "estimate": _estimate,
-            "probe": _probe,
-            "report": _report,
-            "compare": _compare,
-            "env": _env,
-        }.get(sys.argv[1] if len(sys.argv) > 1 else "")
+        command = _COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
         if command is None:
             TraceCLI()
-        elif code := command(sys.argv[2:]):
-            sys.exit(code)
+        else:
+            _leave(command(sys.argv[2:]))
     except (ValueError, ImportError) as error:
         if os.environ.get("TRACE_LIGHTNING_DEBUG"):
             raise
@@ -318,10 +312,34 @@ def _compare(arguments: list[str]) -> None:
     compare(arguments)
 
 
+def _export(arguments: list[str]) -> None:
+    from trace_lightning.export.command import main as export
+
+    quiet_runtime()
+    export(arguments)
+
+
 def _env(arguments: list[str]) -> None:
     from trace_lightning.env import main as env
 
     env(arguments)
+
+
+def _leave(status: int | None) -> None:
+    if status is not None:
+        sys.exit(status)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "prepare": _prepare,
+    "bench": _bench,
+    "estimate": _estimate,
+    "probe": _probe,
+    "report": _report,
+    "compare": _compare,
+    "export": _export,
+    "env": _env,
+}
 
 
 if __name__ == "__main__":

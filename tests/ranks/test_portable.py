@@ -9,8 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import checkpoints
 import tiny
 from ranks import launch, worker
+from trace_lightning.export.exporter import ExportFormat, export_source
+from trace_lightning.export.fp4 import quantize_group
+from trace_lightning.export.source import open_source
 from trace_lightning.models.policy import load_tokenizer
 
 RANKS = {"auto": 1, "ddp": 2, "fsdp2": 2}
@@ -78,9 +82,27 @@ def test_a_sharded_run_leaves_an_ordinary_model(folder, begun) -> None:
     model = AutoModelForCausalLM.from_pretrained(begun["fsdp2"].parents[1] / "policy")
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert model.config.architectures == ["Qwen3ForCausalLM"]
-    stored = torch.load(begun["fsdp2"], weights_only=True)["state_dict"]
+    state = torch.load(begun["fsdp2"], weights_only=True)["state_dict"]
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, stored[f"policy.{name}"])
+        assert torch.equal(parameter, state[f"policy.{name}"])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_export_does_not_see_the_strategy(begun, kind: str, tmp_path) -> None:
+    """The checkpoint, and the `policy/` that was gathered in the run, give the same FP4 weights."""
+    for name, place in (("file", begun[kind]), ("run", begun[kind].parents[1])):
+        how = ExportFormat(format="nvfp4", activations="none")
+        export_source(open_source(str(place)), tmp_path / name, how)
+    assert (
+        checkpoints.content(tmp_path / "file")["model.safetensors"]
+        == checkpoints.content(tmp_path / "run")["model.safetensors"]
+    )
+    group = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    masters = torch.load(begun[kind], weights_only=True)["state_dict"]
+    packed = quantize_group([masters[f"policy.{name}.weight"] for name in group], "nvfp4", False)
+    tensors = checkpoints.stored(tmp_path / "file")
+    for name, weight in zip(group, packed, strict=True):
+        assert torch.equal(tensors[f"{name}.weight_packed"], weight.qdata)
 
 
 @pytest.mark.parametrize("kind", ["auto", "fsdp2"])

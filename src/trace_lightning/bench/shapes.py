@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
+from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES
 
@@ -130,7 +131,7 @@ def read_shape(name: str, path: str | None) -> ModelShape:
 def make_model(shape: ModelShape, path: str | None, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """A Qwen3 of this shape with random BF16 weights, or the checkpoint at `path`, in eval mode on `device`."""
     if path is not None:
-        loaded = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=torch.bfloat16)
+        loaded = load_model(resolve_model_path(path), torch.bfloat16)
         return loaded.to(device).eval()  # type: ignore[arg-type]
     config = Qwen3Config(
         vocab_size=shape.vocab,

@@ -16,11 +16,9 @@ from __future__ import annotations
 import difflib
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,7 +28,6 @@ from trace_lightning.quantization.lora import (
     LoraState,
     MergedLinear,
     adapter_parameters,
-    lora_state,
 )
 from trace_lightning.quantization.mxfp4 import MXFP4Tensor
 from trace_lightning.quantization.nvfp4 import NVFP4Tensor
@@ -270,24 +267,3 @@ def check_base(policy: PreTrainedModel, path: str, stored: dict[str, Any]) -> No
             f"the checkpoint's adapters were trained over {stored['path']}, and {path} holds other weights or holds "
             "them in another format or precision: resume with the model.path, recipe and trainer.precision of its run"
         )
-
-
-def save_adapter(policy: PreTrainedModel, directory: Path, base: str) -> None:
-    """Write `adapter_model.safetensors` (FP32) and `adapter_config.json`, which `PeftModel.from_pretrained` reads.
-
-    Args:
-        policy: with adapters.
-        directory: made if it is not there.
-        base: name or path of the base model, for the config.
-    """
-    state = lora_state(policy)
-    assert state is not None
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"base_model.model.{name}.weight": parameter.detach().float().cpu().contiguous()
-        for name, parameter in adapter_parameters(policy).items()
-    }
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    state.peft_config.base_model_name_or_path = base
-    state.peft_config.inference_mode = True
-    state.peft_config.save_pretrained(str(directory))

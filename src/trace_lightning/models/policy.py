@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.lora import LoraConfig, frozen_tensors, install_lora
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.lora import adapter_parameters, lora_state
@@ -39,7 +40,7 @@ def load_policy(
     """Load a causal LM and install the trainer's side of `recipe`, and adapters if asked to.
 
     Args:
-        path: `builtin:...`, `prepared:...` or a directory in Hugging Face format.
+        path: `builtin:...`, `prepared:...` or a directory in Hugging Face format, in high precision or in FP4.
         recipe: with `trainer=qat` the forward rounds like the rollout; with `qat_weights` it does not round the inputs
             of linears; with `bf16` the model stays as it is.
         dtype: of the master weights; with `lora` of what is frozen and not packed.
@@ -54,8 +55,8 @@ def load_policy(
     if lora is not None:
         lora.check(recipe)
     # A base is packed from what the checkpoint holds: BF16 in between would round twice.
-    stored = "auto" if lora is not None and lora.rollout == "adapter" else dtype
-    model = AutoModelForCausalLM.from_pretrained(resolve_model_path(path), dtype=stored)
+    stored: Any = "auto" if lora is not None and lora.rollout == "adapter" else dtype
+    model = load_model(resolve_model_path(path), stored)
     qat = install_qat(model, recipe.trained, attention=attention)
     if qat.groups:
         log.info("%s: %s", type(model).__name__, qat.layout.report())
