@@ -24,7 +24,13 @@ NOT_METRICS = {"step", "epoch"}
 TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")) + TEXTS
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OF_OTHER_PROGRAMS = {"check", "kill-on-bad-exit", "no-deps", "logdir"}  # ruff, srun, pip, tensorboard
+OF_OTHER_PROGRAMS = {
+    "check",
+    "kill-on-bad-exit",
+    "no-deps",
+    "logdir",
+    "quantization",
+}  # ruff, srun, pip, tensorboard, vllm
 
 
 def documented_keys() -> set[str]:

@@ -89,10 +89,10 @@ def test_demonstrations(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import random
 
-    from pretrain_tiny import demonstration
+    from pretrain_tiny import Addition
 
     rng = random.Random(0)
     for problem in TwoDigitAddition().heldout_problems()[:50]:
-        answer = demonstration(problem, noise, rng).removeprefix(problem.prompt)
+        answer = Addition.demonstrate(problem, noise, rng)[1][0]
         assert len(answer) == len(problem.answer)
         assert sum(a != b for a, b in zip(answer, problem.answer, strict=True)) == int(noise)
