@@ -25,12 +25,9 @@ TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")) + TEXTS
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OF_OTHER_PROGRAMS = {
-    "check",
-    "kill-on-bad-exit",
-    "no-deps",
-    "logdir",
-    "quantization",
-}  # ruff, srun, pip, tensorboard, vllm
+    *("check", "kill-on-bad-exit", "no-deps", "logdir"),  # ruff, srun, pip, tensorboard
+    *("model-path", "quantization", "kv-cache-dtype", "enable-lora", "lora-modules"),  # SGLang, vLLM
+}
 
 
 def documented_keys() -> set[str]:

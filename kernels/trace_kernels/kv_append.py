@@ -10,9 +10,9 @@ load of the row and of cos/sin, one store. Heads do not meet, so programs need n
 RoPE pairs element d with d + D / 2. The partner is not shuffled over but loaded and normalised a second time: it comes
 from L1, and any even D works, also those whose half is no power of two.
 
-The rotation is a product with the orthonormal Hadamard matrix of 16. Its entries are +-1/4, so products are exact and
-only the order of additions matters: `tl.dot` in FP32 adds in the order of k, as matmuls of this size do, and K's bytes
-are those of the reference. A butterfly would need half of the additions in another order.
+The rotation is a product with the orthonormal Hadamard matrix of 16. Its entries are +-1/4, so only the order of
+additions matters, and a matmul has none: cuBLAS and the BLAS of one CPU or another differ. It is therefore written as
+four rounds of sums and differences of pairs, in which every addition has its place, and K's bytes are the same anywhere.
 
 Casts are torch's: the linear's output in the compute dtype, the norm's result in the wider of it and the gain's, RoPE's
 in the wider of that and cos's, each product and sum rounded.
@@ -54,11 +54,11 @@ def rotate(x: Tensor) -> Tensor:
 
     Applied to Q and K alike it leaves scores unchanged and spreads the outlier channels of K over their block.
     """
-    index = torch.arange(ROTATION_BLOCK, device=x.device)
-    both = index[:, None] & index
-    odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3)) & 1
-    hadamard = 0.25 - 0.5 * odd.float()
-    return (x.float().unflatten(-1, (-1, ROTATION_BLOCK)) @ hadamard).flatten(-2).to(x.dtype)
+    y = x.float().unflatten(-1, (-1, 2, 2, 2, 2))
+    for dim in (-1, -2, -3, -4):
+        first, second = y.unbind(dim)
+        y = torch.stack((first + second, first - second), dim)
+    return (y * 0.25).flatten(-5).to(x.dtype)
 
 
 def _store(pages: KVPages, slots_N: Tensor, x_NHD: Tensor) -> None:
@@ -140,12 +140,10 @@ def _rope_head(
     x = round_to(x * cos, ROPE_DTYPE) + round_to(tl.where(first, y * -1.0, y) * sin, ROPE_DTYPE)
     x = round_to(x, ROPE_DTYPE)
     if ROTATED:
-        i = tl.arange(0, 16)
-        both = i[:, None] & i[None, :]
-        odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3)) & 1
-        hadamard = 0.25 - 0.5 * odd.to(tl.float32)
-        x_GB = tl.dot(tl.reshape(x, (BLOCK_D // 16, 16)), hadamard, input_precision="ieee")
-        x = round_to(tl.reshape(x_GB, (BLOCK_D,)), ROPE_DTYPE)
+        for _ in tl.static_range(4):  # neighbours, and then each half on its own: the next bit's are neighbours now
+            a, b = tl.split(tl.reshape(x, (BLOCK_D // 16, 8, 2)))
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK_D,))
+        x = round_to(x * 0.25, ROPE_DTYPE)
     return x
 
 
