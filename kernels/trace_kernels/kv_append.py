@@ -12,7 +12,7 @@ from L1, and any even D works, also those whose half is no power of two.
 
 The rotation is a product with the orthonormal Hadamard matrix of 16. Its entries are +-1/4, so only the order of
 additions matters, and a matmul has none: cuBLAS and the BLAS of one CPU or another differ. It is therefore written as
-four rounds of sums and differences of pairs, in which every addition has its place, and K's bytes are the same anywhere.
+four rounds of sums and differences of pairs, in which every addition has its place: K's bytes are the same anywhere.
 
 Casts are torch's: the linear's output in the compute dtype, the norm's result in the wider of it and the gain's, RoPE's
 in the wider of that and cos's, each product and sum rounded.
