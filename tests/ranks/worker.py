@@ -414,12 +414,12 @@ class CountTensors(Callback):
         self.counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
 
 
-def twenty_steps(folder: Path, *kinds: str) -> None:
+def ten_steps(folder: Path, *kinds: str) -> None:
     """Whether anything adds up."""
     for kind in kinds:
         pl.seed_everything(0)
         count = CountTensors()
         module = PolicyModule(path="builtin:tiny-qwen3", recipe=GUIDED, learning_rate=1e-5)
-        trainer = make_trainer(kind, make_rollout(), count, max_steps=20)
+        trainer = make_trainer(kind, make_rollout(), count, max_steps=10)
         trainer.fit(module, make_data(batch_size=1))
         torch.save(count.counts, folder / f"{kind}_{trainer.global_rank}.pt")
