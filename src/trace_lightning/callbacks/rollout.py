@@ -3,6 +3,10 @@
     on_train_batch_start   should_sync? -> engine.load_weights   engine.generate   rewards   batch filled in place
     on_validation_batch_start (test, predict)                    the same, with evaluation sampling
 
+With `max_version_diff=1` a batch is drawn and scored while the one before it trains (rollout/ahead.py):
+
+    on_train_batch_start   wait for this batch   engine.load_weights   begin the next one
+
 One decision is meant to be overridden: `should_sync`. It is asked with the number of optimizer steps, never with the
 batch index, so gradient accumulation cannot make a rollout stale unnoticed. Generating inside a dataset would:
 Lightning prefetches one batch.
@@ -15,6 +19,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +34,7 @@ from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
 from trace_lightning.ranks import check_same_settings, is_joint, together
+from trace_lightning.rollout.ahead import Ahead, hand_over
 from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
@@ -66,6 +72,8 @@ class Rollout(Callback):
             cores there are; 0 runs all rewards in this process, where a call that hangs cannot be cut off.
         reward_time_limit: seconds per reward call in a worker; a call beyond it is stopped and not scored.
         dynamic_sampling: draw other prompts in place of groups whose rewards are all equal; default: keep them.
+        max_version_diff: 0 draws every training batch from the weights that it trains; 1 draws it while the batch
+            before trains, from the weights that one started from. Needs corrections (`model.corrections`).
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -84,7 +92,13 @@ class Rollout(Callback):
         reward_workers: int | None = None,
         reward_time_limit: float = 10.0,
         dynamic_sampling: DynamicSampling | None = None,
+        max_version_diff: int = 0,
     ) -> None:
+        if max_version_diff not in (0, 1):
+            raise ValueError(
+                f"rollout.max_version_diff={max_version_diff}: 0 draws from the weights that are trained, 1 one rollout "
+                "ahead of them; the engine holds one snapshot, so there is no more"
+            )
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
                 raise ValueError(f"rollout.{name}={value} must be at least 1")
@@ -96,7 +110,7 @@ class Rollout(Callback):
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
         self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
-        self.dynamic_sampling = dynamic_sampling
+        self.dynamic_sampling, self.max_version_diff = dynamic_sampling, max_version_diff
         self.scorer: Scorer | None = None
         self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
@@ -106,6 +120,8 @@ class Rollout(Callback):
         self._ready = False
         self._synced_at = -1
         self._widened = False
+        self._ahead = Ahead()
+        self._failures: dict[str, float] = {}  # of rewards, up to the batch that trains
         self._signals = StopSignals()
         self._watch: ParentWatch | None = None
 
@@ -124,6 +140,7 @@ class Rollout(Callback):
                 # Most estimators compare completions of one prompt; let them say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
             self._check_refills(trainer)
+            self._check_ahead(trainer, pl_module)
         if self.scorer is None:
             functions = self._reward_functions(trainer)
             self.scorer = Scorer(functions, self.reward_weights, self.reward_workers, self.reward_time_limit)
@@ -151,19 +168,27 @@ class Rollout(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on several ranks stop together."""
+        if self.max_version_diff and not hasattr(trainer.train_dataloader, "peek"):
+            raise ValueError(
+                "rollout.max_version_diff=1 needs the prompts of the next batch, and the training loader has no `peek`: "
+                "pass a PromptDataModule, or set max_version_diff to 0"
+            )
         self._signals.install(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ahead.stop()
         self._signals.restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Let rank zero write its files before this rank is seen to have failed."""
+        self._ahead.stop()
         self._signals.restore()
         if self._watch is not None and is_joint(trainer, exception):
             self._watch.linger_at_exit()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the reward workers."""
+        """End the thread that draws and the reward workers."""
+        self._ahead.stop()
         for scorer in (self.scorer, *self._eval_scorers.values()):
             if scorer is not None:
                 scorer.close()
@@ -178,6 +203,21 @@ class Rollout(Callback):
         if name not in self._eval_scorers:
             self._eval_scorers[name] = Scorer(task.rewards(), None, self.reward_workers, self.reward_time_limit)
         return self._eval_scorers[name]
+
+    def _check_ahead(self, trainer: pl.Trainer, module: PolicyModule) -> None:
+        if not self.max_version_diff:
+            return
+        if not getattr(self.engine, "keep_snapshot", True):
+            raise ValueError(
+                "rollout.max_version_diff=1 draws while the trainer works, and engine.keep_snapshot=false gives the "
+                "engine's memory to the trainer: set it to true, or max_version_diff to 0"
+            )
+        weighed = any(correction.reweights for correction in module.corrections)
+        if not (weighed or module.bypass_mode or module.loss.corrects_rollout) and trainer.is_global_zero:
+            log.warning(
+                "rollout.max_version_diff=1: completions are one rollout old when they are trained on, and nothing "
+                "weighs them by the ratio of the two policies. Set model.corrections (e.g. TIS) or model.bypass_mode."
+            )
 
     def _check_refills(self, trainer: pl.Trainer) -> None:
         if self.dynamic_sampling is None:
@@ -219,26 +259,64 @@ class Rollout(Callback):
             dtype = _DTYPES.get(str(trainer.precision), torch.float32)
             self.engine.setup(module.policy, module.tokenizer, module.recipe, dtype=dtype)
             self._ready = True
-            if self._widened:  # before the run was resumed
-                self.engine.widen_guidance()
+            if self.max_version_diff and module.recipe.guidance.fallback:
+                self._widened = True  # the default sites do not survive one optimizer step
+            if self._widened and self.engine.widen_guidance():  # or it was, before the run was resumed
+                log.info("guidance records every FP4 site")
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Fill the batch; `training_step` receives the same object."""
-        seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + self._rollouts
-        sampling = dataclasses.replace(self.sampling, seed=seed)
+        begin = time.perf_counter()
+        self._end_ahead(trainer)
+        waited = time.perf_counter() - begin
         self._sync(trainer, pl_module, batch)
-        with together(trainer, self._signals.error):
-            self._fill(pl_module, batch, sampling, self.num_generations, record=True)
-            if self.dynamic_sampling is not None:
-                self._refill(trainer, pl_module, batch, sampling)
-            assert self.scorer is not None
-            self.scorer.stop_if_all_failed()
+        if not (self.max_version_diff and batch.rewards_B is not None):  # else it was drawn ahead
+            begin = time.perf_counter()
+            with together(trainer, self._signals.error):
+                self._now(trainer, partial(self._draw, trainer, pl_module, batch, self._rollouts))
+            waited += time.perf_counter() - begin
         self._rollouts += 1
+        assert self.scorer is not None
+        self._failures = self.scorer.metrics()
+        if self.max_version_diff:
+            batch.seconds["rollout_wait"] = waited
+            batch.stats["version_diff"] = float(trainer.global_step - batch.policy_version)
+            hand_over(batch.guidance)
+            self._begin_ahead(trainer, pl_module)
         if self.mask_truncated_completions:
             assert batch.completion_mask_BT is not None
             cut = torch.tensor([completion.finish_reason == "length" for completion in batch.completions])
             batch.completion_mask_BT &= ~cut.unsqueeze(1)
         self._enter("train")
+
+    def _draw(self, trainer: pl.Trainer, module: PolicyModule, batch: RolloutBatch, number: int) -> None:
+        """Draw and score a training batch, the rollout `number` of the run."""
+        seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + number
+        sampling = dataclasses.replace(self.sampling, seed=seed)
+        self._fill(module, batch, sampling, self.num_generations, record=True)
+        if self.dynamic_sampling is not None:
+            self._refill(trainer, module, batch, sampling)
+        assert self.scorer is not None
+        self.scorer.stop_if_all_failed()
+
+    def _now(self, trainer: pl.Trainer, draw: Callable[[], None]) -> None:
+        """Draw while the trainer waits."""
+        if self.max_version_diff:
+            self._ahead.run(draw, trainer.strategy.root_device)
+        else:
+            draw()
+
+    def _begin_ahead(self, trainer: pl.Trainer, module: PolicyModule) -> None:
+        """Draw the next batch while this one trains, unless this one is the last."""
+        if not _is_last_batch(trainer, module.num_iterations * module.num_minibatches):
+            batch = trainer.train_dataloader.peek()  # type: ignore[union-attr]
+            self._ahead.begin(partial(self._draw, trainer, module, batch, self._rollouts), trainer.strategy.root_device)
+
+    def _end_ahead(self, trainer: pl.Trainer) -> None:
+        """Wait for what is drawn ahead. The loader hands out the batch, filled, when its turn comes."""
+        if self._ahead.in_flight:
+            with together(trainer, self._signals.error):
+                self._ahead.end()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
@@ -251,6 +329,9 @@ class Rollout(Callback):
         ended = torch.tensor([c.finish_reason == "stop" for c in batch.completions], device=pl_module.device)
         metrics[1].update(lengths, ended)
         seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
+        if self.max_version_diff:  # the phases overlap
+            seconds["rollout_wait_seconds"] = batch.seconds["rollout_wait"]
+            seconds["step_seconds"] = sum(batch.seconds[name] for name in ("rollout_wait", "sync", "train"))
         drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
         metrics[2].update(drawn, **seconds)
         values: dict[str, Any] = {}
@@ -262,16 +343,17 @@ class Rollout(Callback):
         if observe is not None:
             values |= observe(batch)
         values["policy_version"] = float(batch.policy_version)
+        if self.max_version_diff:
+            values["rollout/version_diff"] = batch.stats["version_diff"]
         pl_module.log_dict(values, batch_size=len(batch.prompts))
-        if pl_module.guidance_failed and pl_module.recipe.guidance.fallback:
+        if pl_module.guidance_failed and pl_module.recipe.guidance.fallback and not self._widened:
             self._widen_guidance()
         self._enter("idle")
 
     def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, num_tokens: int) -> dict[str, float]:
         """Counts of this step, and of the run for failed rewards, over all ranks; of refills the mean over ranks."""
-        assert self.scorer is not None
         own = {"num_tokens": float(num_tokens), "rollout/preempted": float(batch.stats.get("preempted", 0))}
-        own |= self.scorer.metrics()
+        own |= self._failures
         mine = torch.tensor(list(own.values()), dtype=torch.float64, device=trainer.strategy.root_device)
         total = trainer.strategy.reduce(mine, reduce_op="sum")
         counts = dict(zip(own, map(float, total.tolist()), strict=True))
@@ -291,6 +373,8 @@ class Rollout(Callback):
             log.warning("guidance falls back to every FP4 site, from the next rollout on (recipe.guidance.fallback)")
 
     def _enter(self, phase: str) -> None:
+        if self._ahead.is_behind:
+            return
         self.phase = phase
         if self.on_phase is not None:
             self.on_phase(phase)
@@ -299,9 +383,10 @@ class Rollout(Callback):
         spec, sampling, count = batch.evaluation, self.eval_sampling, self.num_generations_eval
         if spec is not None:
             sampling, count = spec.sampling or sampling, spec.num_generations
+        self._end_ahead(trainer)
         self._sync(trainer, pl_module, batch)
         with together(trainer, self._signals.error):
-            self._fill(pl_module, batch, sampling, count, record=False)
+            self._now(trainer, partial(self._fill, pl_module, batch, sampling, count, record=False))
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
@@ -343,7 +428,7 @@ class Rollout(Callback):
         drawn = time.perf_counter()
         self._enter("reward")
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        scored = self._scorer(batch)(batch.completions, problems)
+        scored = self._scorer(batch)(batch.completions, problems, self._check)
         batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = scored
         batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
         batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)
@@ -365,12 +450,14 @@ class Rollout(Callback):
     ) -> Generation:
         generation = Generation(completions=[])
         if batch.prompts:  # a rank may have none in the last batch of an evaluation
-            was_training = module.training
-            module.eval()
+            was_training, shared = module.training, self._ahead.is_behind
+            if not shared:  # else the trainer is in the middle of a step
+                module.eval()
             generation = self.engine.generate(
                 batch.prompts, sampling, num_samples=num_generations, record_guidance=record, progress=self._advance
             )
-            module.train(was_training)
+            if not shared:
+                module.train(was_training)
         elif not getattr(self.engine, "keep_snapshot", True):
             self.engine.release()  # type: ignore[attr-defined]  # as `generate` does: ranks must agree on what to sync
         batch.num_generations, batch.sampling = num_generations, sampling
@@ -380,9 +467,14 @@ class Rollout(Callback):
 
     def _advance(self, finished: int, total: int) -> None:
         """Called by the engine between windows of steps."""
-        self._signals.check()
-        if self.progress is not None:
+        self._check()
+        if self.progress is not None and not self._ahead.is_behind:
             self.progress(finished, total)
+
+    def _check(self) -> None:
+        """Leave what is drawn or scored, if the run was asked to stop."""
+        self._signals.check()
+        self._ahead.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Number of rollouts so far, which seeds the next one, and whether guidance has fallen back to all sites."""
@@ -390,3 +482,11 @@ class Rollout(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rollouts, self._widened = state_dict["rollouts"], state_dict.get("widened", False)
+
+
+def _is_last_batch(trainer: pl.Trainer, steps_per_batch: int) -> bool:
+    """Whether the run ends with this batch, as far as that is known: early stopping and time limits are not."""
+    if 0 <= trainer.max_steps <= trainer.global_step + steps_per_batch:
+        return True
+    epochs = trainer.max_epochs
+    return trainer.is_last_batch and epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs

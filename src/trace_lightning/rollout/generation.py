@@ -95,7 +95,7 @@ class GenerationRun:
             for sequence in started:
                 sequence.num_drawn, sequence.first_logits = sequence.num_drawn + 1, None
             if self.kv.device.type == "cuda":
-                torch.cuda.synchronize(self.kv.device)
+                torch.cuda.current_stream(self.kv.device).synchronize()  # not the trainer's, which may be at work
             self.prefill_seconds += time.perf_counter() - begin
         assert self.scheduler.running, "work is left, but no sequence can start: pages are missing"
         return bool(started)
