@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tiny
+from own_rewards import HangsOnce
 from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
 from trace_lightning.models.sharding import Weights, shard_policy, whole
@@ -268,12 +269,16 @@ class Planned(PolicyModule):
         return plan
 
 
+HANGING = {"rewards": [HangsOnce()], "reward_workers": 1, "reward_time_limit": 1.0}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "not scored": {"rollout": {"rewards": [not_scored_there]}},
     "NaN": {"rollout": {"rewards": [nan_there]}},
     "alike": {"rollout": {"rewards": [alike_there]}},
     "raises": {"rollout": {"rewards": [raises_there]}},
     "engine": {"rollout": {"engine": OutOfPages()}, "keep": True},
+    "engine ahead": {"rollout": {"engine": OutOfPages(), "max_version_diff": 1}, "keep": True},
+    "hangs": {"rollout": HANGING},
+    "hangs ahead": {"rollout": HANGING | {"max_version_diff": 1}},
     "disk": {"callbacks": [SmallDisk()], "keep": True},
     "settings": {"learning_rate": lambda rank: 1e-3 * (1 + rank)},
     "few": {"data": {"batch_size": 48}},
@@ -302,8 +307,9 @@ def scenario(folder: Path, kind: str, name: str) -> dict[str, Any]:
         num_iterations=settings.get("num_iterations", 1),
         max_tokens_per_microbatch=settings.get("max_tokens_per_microbatch", 64),
     )
-    keep = settings.get("keep", False)
-    callbacks = [*settings.get("callbacks", []), *([RunCheckpoint(every_n_steps=1)] if keep else [])]
+    os.environ["HANGS_ONCE"] = str(folder / f"{kind} {name} hung")
+    keep, logged = settings.get("keep", False), Keep()
+    callbacks = [logged, *settings.get("callbacks", []), *([RunCheckpoint(every_n_steps=1)] if keep else [])]
     trainer = make_trainer(
         kind,
         make_rollout(**settings.get("rollout", {})),
@@ -318,7 +324,7 @@ def scenario(folder: Path, kind: str, name: str) -> dict[str, Any]:
         error = (type(caught).__name__, str(caught), getattr(caught, "is_mine_to_say", None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    seen = {"error": error, "step": trainer.global_step, "plans": module.plans}
+    seen = {"error": error, "step": trainer.global_step, "plans": module.plans, "metrics": logged.metrics}
     if module.policy is not None:
         seen |= {"sum": float(sum(value.double().abs().sum() for value in full_state(module).values()))}
     return seen
