@@ -96,8 +96,8 @@ class Rollout(Callback):
     ) -> None:
         if max_version_diff not in (0, 1):
             raise ValueError(
-                f"rollout.max_version_diff={max_version_diff}: 0 draws from the weights that are trained, 1 one rollout "
-                "ahead of them; the engine holds one snapshot, so there is no more"
+                f"rollout.max_version_diff={max_version_diff}: 0 draws from the weights that are trained, 1 while the "
+                "batch before trains; the engine holds one snapshot, so there is no more"
             )
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -170,7 +170,7 @@ class Rollout(Callback):
         """From here on several ranks stop together."""
         if self.max_version_diff and not hasattr(trainer.train_dataloader, "peek"):
             raise ValueError(
-                "rollout.max_version_diff=1 needs the prompts of the next batch, and the training loader has no `peek`: "
+                "rollout.max_version_diff=1 needs the next batch's prompts, and the training loader has no `peek`: "
                 "pass a PromptDataModule, or set max_version_diff to 0"
             )
         self._signals.install(trainer)

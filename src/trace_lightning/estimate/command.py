@@ -34,6 +34,7 @@ _FROM_CONFIG = {  # option -> where a config has it
     **{name: f"rollout.engine.init_args.{name}" for name in ("memory_fraction", "max_num_seqs", "kv_cache_tokens")},
     **{name: f"rollout.engine.init_args.{name}" for name in ("page_size", "decode_window", "prefill_tokens")},
     "keep_snapshot": "rollout.engine.init_args.keep_snapshot",
+    "max_version_diff": "rollout.max_version_diff",
 }
 
 
@@ -64,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument(
         "--release_snapshot", dest="keep_snapshot", action="store_false", help="engine.keep_snapshot=false"
+    )
+    parser.add_argument(
+        "--max_version_diff", type=int, choices=[0, 1], help="1: draw while the trainer works (default 0)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     return parser
