@@ -106,7 +106,7 @@ def test_on_a_gpu_weights_are_there_before_and_tokens_after() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_record_is_not_overwritten_while_the_trainer_reads_it() -> None:
-    """Freed by the trainer while its stream still reads, and asked for by the next drawing."""
+    """Freed by the trainer, whose stream has yet to read it, while the next drawing asks for as much."""
     device, ahead, size = torch.device("cuda", torch.cuda.current_device()), Ahead(), 2**26
     found: list[GuidanceRecord] = []
 
@@ -118,9 +118,12 @@ def test_on_a_gpu_a_record_is_not_overwritten_while_the_trainer_reads_it() -> No
     ahead.run(lambda: found.append(record(1)), device)
     mine = found.pop()
     hand_over(mine)
+    freed = threading.Event()
+    ahead.begin(lambda: freed.wait(10) and found.append(record(3)), device)
     torch.cuda._sleep(200_000_000)  # the trainer's stream is behind
     total = mine.tables[0, "k"].codes.sum(dtype=torch.int64)
     del mine
-    ahead.run(lambda: found.append(record(3)), device)
+    freed.set()
+    ahead.end()
     ahead.stop()
     assert int(total) == size
