@@ -176,8 +176,11 @@ def test_prompts_are_those_of_mode_0_and_nothing_is_drawn_for_nobody(device: str
 
 
 def test_with_refills_all_of_a_batch_is_of_one_version() -> None:
-    keep = Keep()
-    fit(make_rollout(dynamic_sampling=DynamicSampling(max_refills=1)), keep, max_steps=2)
+    """And the policy stays in training mode while it trains."""
+    keep, engine, module, modes = Keep(), Counting(), make_module(), []
+    engine.act = lambda call, progress: modes.append(module.training)
+    fit(make_rollout(engine=engine, dynamic_sampling=DynamicSampling(max_refills=1)), keep, module=module, max_steps=2)
+    assert (modes[0], modes[-1]) == (False, True)
     assert [{c.policy_version for c in batch.completions} for batch in keep.batches] == [{0}, {0}]
     assert "dynamic_sampling/refills" in keep.batches[1].stats
     assert keep.versions == [0.0, 1.0]
@@ -207,9 +210,10 @@ def test_ctrl_c_leaves_no_thread_and_keeps_the_checkpoint(tmp_path: Path) -> Non
             while rollout._ahead.is_behind:  # the second step trains
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
-            while True:  # a rollout that would go on for ever
+            for _ in range(20_000):  # a rollout of 20 s, were it not stopped
                 progress(0, 1)
                 time.sleep(0.001)
+            raise AssertionError("not stopped")
 
     rollout.engine.act = act
     handler, folder = signal.getsignal(signal.SIGINT), {"default_root_dir": tmp_path, "enable_checkpointing": True}
