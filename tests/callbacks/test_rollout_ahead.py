@@ -21,6 +21,7 @@ from trace_lightning.data import PromptDataModule
 from trace_lightning.loading import LoaderChain
 from trace_lightning.module import PolicyModule
 from trace_lightning.rl import TIS
+from trace_lightning.rollout.ahead import DrawingStopped
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.tasks import TwoDigitAddition
@@ -203,17 +204,20 @@ def test_ctrl_c_leaves_no_thread_and_keeps_the_checkpoint(tmp_path: Path) -> Non
     """While the trainer waits for the third rollout; resumed, every prompt comes once, on-policy at first."""
     whole, first, second = Keep(), Keep(), Keep()
     fit(make_rollout(), whole, max_steps=5)
-    rollout = make_rollout(engine=Counting())
+    rollout, stopped = make_rollout(engine=Counting()), []
 
     def act(call: int, progress: Any) -> None:
         if call == 3:
             while rollout._ahead.is_behind:  # the second step trains
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(20_000):  # a rollout of 20 s, were it not stopped
-                progress(0, 1)
-                time.sleep(0.001)
-            raise AssertionError("not stopped")
+            try:
+                for _ in range(20_000):  # a rollout of 20 s, were it not stopped
+                    progress(0, 1)
+                    time.sleep(0.001)
+            except DrawingStopped:
+                stopped.append(call)
+                raise
 
     rollout.engine.act = act
     handler, folder = signal.getsignal(signal.SIGINT), {"default_root_dir": tmp_path, "enable_checkpointing": True}
@@ -223,6 +227,7 @@ def test_ctrl_c_leaves_no_thread_and_keeps_the_checkpoint(tmp_path: Path) -> Non
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores Ctrl-C from here on
     assert drawing_threads() == []
+    assert stopped == [3]
     (path,) = tmp_path.rglob("last.ckpt")
     assert torch.load(path, weights_only=True)["global_step"] == 2
     fit(make_rollout(), second, max_steps=5, resume=path)
