@@ -166,7 +166,7 @@ class Acts(Callback):
     def __init__(self, point: str, victim: int, at: int = 1) -> None:
         self.point, self.victim, self.at = point, victim, at
         self.trainer: pl.Trainer | None = None
-        self.signal = signal.SIGTERM if point == "sigterm" else signal.SIGKILL
+        self.signal = signal.SIGTERM if point.startswith("sigterm") else signal.SIGKILL
 
     def do(self, point: str) -> None:
         if point == self.point and self.trainer is not None and self.trainer.global_rank == self.victim:
@@ -185,6 +185,7 @@ class Acts(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == self.at:
             self.do("update")
+            self.do("sigterm in update")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.at + 1:
@@ -196,12 +197,14 @@ class Acts(Callback):
             os.fsync = lambda number: self.do("write") or fsync(number)
 
 
-def drill(folder: Path, name: str, kind: str, point: str, victim: int, checkpoint: str | None) -> None:
+def drill(
+    folder: Path, name: str, kind: str, point: str, victim: int, checkpoint: str | None, max_version_diff: int = 0
+) -> None:
     """Three steps with a checkpoint after each; something may happen in the second, or a checkpoint be resumed."""
     pl.seed_everything(0)
     random.seed(100 + int(os.environ["RANK"]) if checkpoint is None else 7)
     coin, keep = Coin(), Keep()
-    rollout, acts = make_rollout(rewards=[coin.__call__]), Acts(point, victim)
+    rollout, acts = make_rollout(rewards=[coin.__call__], max_version_diff=max_version_diff), Acts(point, victim)
     acts.attach(rollout, coin)
     module = PolicyModule(path="builtin:tiny-qwen3", recipe=GUIDED, learning_rate=1e-3, warmup_steps=3)
     callbacks = [acts, rollout, keep, RunCheckpoint(every_n_steps=1)]
