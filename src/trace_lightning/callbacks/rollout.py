@@ -26,6 +26,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from trace_lightning.callbacks.ahead import check_engine, check_loader, is_last_batch, warn_if_uncorrected
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
 from trace_lightning.loading import SuccessCurriculum
@@ -140,7 +141,10 @@ class Rollout(Callback):
                 # Most estimators compare completions of one prompt; let them say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
             self._check_refills(trainer)
-            self._check_ahead(trainer, pl_module)
+            if self.max_version_diff:
+                check_engine(self.engine)
+                if trainer.is_global_zero:
+                    warn_if_uncorrected(pl_module)
         if self.scorer is None:
             functions = self._reward_functions(trainer)
             self.scorer = Scorer(functions, self.reward_weights, self.reward_workers, self.reward_time_limit)
@@ -168,11 +172,8 @@ class Rollout(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on several ranks stop together."""
-        if self.max_version_diff and not hasattr(trainer.train_dataloader, "peek"):
-            raise ValueError(
-                "rollout.max_version_diff=1 needs the next batch's prompts, and the training loader has no `peek`: "
-                "pass a PromptDataModule, or set max_version_diff to 0"
-            )
+        if self.max_version_diff:
+            check_loader(trainer)
         self._signals.install(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,21 +204,6 @@ class Rollout(Callback):
         if name not in self._eval_scorers:
             self._eval_scorers[name] = Scorer(task.rewards(), None, self.reward_workers, self.reward_time_limit)
         return self._eval_scorers[name]
-
-    def _check_ahead(self, trainer: pl.Trainer, module: PolicyModule) -> None:
-        if not self.max_version_diff:
-            return
-        if not getattr(self.engine, "keep_snapshot", True):
-            raise ValueError(
-                "rollout.max_version_diff=1 draws while the trainer works, and engine.keep_snapshot=false gives the "
-                "engine's memory to the trainer: set it to true, or max_version_diff to 0"
-            )
-        weighed = any(correction.reweights for correction in module.corrections)
-        if not (weighed or module.bypass_mode or module.loss.corrects_rollout) and trainer.is_global_zero:
-            log.warning(
-                "rollout.max_version_diff=1: completions are one rollout old when they are trained on, and nothing "
-                "weighs them by the ratio of the two policies. Set model.corrections (e.g. TIS) or model.bypass_mode."
-            )
 
     def _check_refills(self, trainer: pl.Trainer) -> None:
         if self.dynamic_sampling is None:
@@ -308,7 +294,7 @@ class Rollout(Callback):
 
     def _begin_ahead(self, trainer: pl.Trainer, module: PolicyModule) -> None:
         """Draw the next batch while this one trains, unless this one is the last."""
-        if not _is_last_batch(trainer, module.num_iterations * module.num_minibatches):
+        if not is_last_batch(trainer, module):
             batch = trainer.train_dataloader.peek()  # type: ignore[union-attr]
             self._ahead.begin(partial(self._draw, trainer, module, batch, self._rollouts), trainer.strategy.root_device)
 
@@ -482,11 +468,3 @@ class Rollout(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rollouts, self._widened = state_dict["rollouts"], state_dict.get("widened", False)
-
-
-def _is_last_batch(trainer: pl.Trainer, steps_per_batch: int) -> bool:
-    """Whether the run ends with this batch, as far as that is known: early stopping and time limits are not."""
-    if 0 <= trainer.max_steps <= trainer.global_step + steps_per_batch:
-        return True
-    epochs = trainer.max_epochs
-    return trainer.is_last_batch and epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
