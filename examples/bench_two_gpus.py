@@ -27,62 +27,19 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from support.random_policy import Digits, RandomPolicy
 
-from trace_lightning.bench.shapes import SHAPES, make_model
+from trace_lightning.bench.shapes import SHAPES
 from trace_lightning.callbacks import Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
-from trace_lightning.models.policy import set_gradient_checkpointing
 from trace_lightning.models.sharding import Weights
-from trace_lightning.module import PolicyModule
-from trace_lightning.quantization.qat import install_qat
 from trace_lightning.rollout.engine import LocalEngine
-from trace_lightning.tasks import FunctionReward, Task
-from trace_lightning.types import GuidanceConfig, Problem, QuantRecipe, SamplingParams
+from trace_lightning.types import SamplingParams
 
-RECIPE = QuantRecipe(weights="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))  # W4A16KV4, for Hopper
 WARM_STEPS = 2  # kernels are compiled and graphs captured
 ONE_GPU_STEPS = 8  # enough for a median; that memory stays flat is looked at on several ranks
 ROLLOUT_GAIN, STEP_GAIN, END_SECONDS = 1.9, 1.7, 60.0
 FLAT_BYTES = 2**20
-coin = itertools.count()
-
-
-def toss(completion: str, problem: Problem) -> float:
-    """A reward that differs within every group."""
-    return float(next(coin) % 2)
-
-
-class Digits(Task):
-    """Prompts of one length; what they say does not matter."""
-
-    def __init__(self, length: int, count: int = 4096) -> None:
-        self.texts = [f"{i:0{length}d}" for i in range(count)]
-
-    def train_problems(self) -> list[Problem]:
-        return [Problem(prompt=text) for text in self.texts]
-
-    def heldout_problems(self) -> list[Problem]:
-        return []
-
-    def rewards(self) -> list[FunctionReward]:
-        return [FunctionReward(toss)]
-
-
-class RandomPolicy(PolicyModule):
-    """A policy of a published shape with random weights, drawn where it trains."""
-
-    def __init__(self, shape: str, recompute: bool, **settings: Any) -> None:
-        super().__init__(path="builtin:tiny-qwen3", recipe=RECIPE, **settings)  # for its tokenizer
-        self.shape_name, self.recompute = shape, recompute
-        self.context_length = SHAPES[shape].max_positions
-
-    def configure_model(self) -> None:
-        if self.policy is None:
-            model = make_model(SHAPES[self.shape_name], None, self.trainer.strategy.root_device).float()
-            install_qat(model, RECIPE.trained)
-            set_gradient_checkpointing(model, self.recompute)
-            self.policy = model.train()
-            self.shard()
 
 
 class Meter(Callback):

@@ -93,6 +93,21 @@ class Broken(RewardFn):
         return 1.0
 
 
+class HangsOnce(RewardFn):
+    """Its first call on rank one never ends. A marker says that it was made: the worker that made it is killed."""
+
+    name = "hangs_once"
+
+    def __call__(self, completion: str, problem: Problem) -> float:
+        if os.environ["RANK"] == "1":
+            try:
+                os.close(os.open(os.environ["HANGS_ONCE"], os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return float(len(completion))
+            time.sleep(600)
+        return float(len(completion))
+
+
 class Ranked(BatchReward):
     name = "ranked"
 

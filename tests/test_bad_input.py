@@ -56,6 +56,11 @@ CASES = {
         "--rollout.dynamic_sampling.max_refills 1 --rollout.engine LocalEngine --rollout.engine.keep_snapshot false",
         ["engine.keep_snapshot=false", "dynamic_sampling to null"],
     ),
+    "rollouts far ahead": ("--rollout.max_version_diff 2", ["rollout.max_version_diff=2", "one snapshot"]),
+    "rollouts ahead without weights": (
+        "--rollout.max_version_diff 1 --rollout.engine LocalEngine --rollout.engine.keep_snapshot false",
+        ["rollout.max_version_diff=1", "engine.keep_snapshot=false", "max_version_diff to 0"],
+    ),
     "refills beside a curriculum": (
         "--rollout.dynamic_sampling.max_refills 1 --data.order SuccessCurriculum",
         ["data.order=SuccessCurriculum", "use one of the two"],

@@ -59,6 +59,8 @@ def test_every_logged_metric_is_documented(tmp_path, monkeypatch):
         "4",
         "--rollout.num_generations",
         "2",
+        "--rollout.max_version_diff",  # adds to the metrics of a run
+        "1",
     ]
     monkeypatch.setattr(sys, "argv", ["trace-fit", "fit", "--config", config, *small, "--runs_dir", str(tmp_path)])
     main()

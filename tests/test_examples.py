@@ -41,6 +41,10 @@ ARGUMENTS = {
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
     "bench_lora": ["--device", "cpu", "--shape", "tiny", "--rank", "8", "--warm", "1", "--steps", "2"],
     "bench_two_gpus": ["--device", "cpu", "--shape", "tiny", "--steps", "2", "--runs", "one", "fsdp2", "--kill"],
+    "bench_ahead": [
+        *("--device", "cpu", "--shape", "tiny", "--steps", "3", "--prompts", "2", "--generations", "2"),
+        *("--new_tokens", "4", "--json", "ahead.json"),
+    ],
 }
 
 
@@ -116,6 +120,16 @@ def check_bench_two_gpus(folder: Path) -> None:
     }
 
 
+def check_bench_ahead(folder: Path) -> None:
+    """As many tokens in both runs, one of them a rollout old; the gain is the ratio of their steps."""
+    content = json.loads((folder / "ahead.json").read_text())
+    before, after = content["runs"].values()
+    assert before["tokens"] == after["tokens"] == 2 * 2 * 4
+    assert (before["version_diff"], after["version_diff"]) == (0.0, 1.0)
+    assert content["gain"] == before["step_s"] / after["step_s"]
+    assert "rollout_wait_s" in after
+
+
 def check_algorithms_study(folder: Path) -> None:
     """Both recipes have what was measured over two rollouts, and a second call repeats no run."""
     content = json.loads((folder / "algorithms.json").read_text())
@@ -152,6 +166,7 @@ CHECKS = {
     "stability_study": check_stability_study,
     "estimate_peaks": check_estimate_peaks,
     "bench_two_gpus": check_bench_two_gpus,
+    "bench_ahead": check_bench_ahead,
     "algorithms_study": check_algorithms_study,
 }
 

@@ -95,6 +95,41 @@ def test_a_curriculum_resumes_exactly_in_mid_epoch() -> None:
 
 
 @pytest.mark.parametrize("make", [Shuffle, SuccessCurriculum])
+def test_what_is_peeked_at_is_handed_out_next_and_survives_a_checkpoint(make) -> None:
+    """Each batch is chosen while the one before is in work, as for rollouts drawn ahead; epochs have eleven batches."""
+
+    def run(loader: PromptLoader, steps: range, iterator) -> list[list[int]]:
+        found = []
+        for step in steps:
+            batch = next(iterator, None)
+            if batch is None:
+                iterator = iter(loader)
+                batch = next(iterator)
+            found.append([prompt.uid for prompt in batch.prompts])
+            peeked = loader.peek()
+            assert loader.peek() is peeked
+            loader.order.observe({"easy": (float(step % 9), 8.0), "hard": (1.0, 8.0)})
+        return found
+
+    whole, plain, first = (curriculum(make()) for _ in range(3))
+    expected = run(whole, range(24), iter(whole))
+    if make is Shuffle:
+        assert uids(plain) + uids(plain) == expected[:22]
+    for stop in (11, 14):  # at the end of an epoch and in the middle of one
+        first = curriculum(make())
+        begun = run(first, range(stop), iter(first))
+        second = curriculum(make())
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert begun + run(second, range(stop, 24), iter(second)) == expected
+
+
+def test_without_peeking_a_checkpoint_is_what_it_was() -> None:
+    loader = curriculum()
+    next(iter(loader))
+    assert loader.state_dict().keys() == {"epoch", "position", "num_prompts", "global_batch", "order"}
+
+
+@pytest.mark.parametrize("make", [Shuffle, SuccessCurriculum])
 def test_ranks_share_one_choice(make) -> None:
     whole = uids(curriculum(make(), batch_size=8))
     ranks = [uids(curriculum(make(), batch_size=4, rank=rank, world_size=2)) for rank in (0, 1)]

@@ -3,6 +3,9 @@
 The position is exact in mid-epoch and part of every checkpoint, so a resumed run sees the prompts that the unbroken run
 would have seen (a plain DataLoader silently starts over). What decides is (seed, epoch, position) and plain counts,
 never the state of a random generator. All ranks make the same choice for the global batch and take their share of it.
+
+`peek` chooses the next batch early, for a rollout that is drawn while the one before it trains. A checkpoint then names
+the prompts that were chosen and not yet handed out, and a resumed run begins with them.
 """
 
 from __future__ import annotations
@@ -184,6 +187,8 @@ class PromptLoader:
         self.prompts, self.batch_size, self.order = prompts, batch_size, order
         self.rank, self.world_size, self.template = rank, world_size, template
         self.epoch = self.position = 0
+        self._chosen: list[int] = []  # of the next global batch, where it was chosen early
+        self._peeked: RolloutBatch | None = None
         if order is not None:
             order.begin(prompts, seed)
 
@@ -197,21 +202,39 @@ class PromptLoader:
         # A consumer that counts stops after the last batch without asking for more, so an epoch is closed here.
         if self.order is None or self.position >= len(self):
             self.epoch, self.position = self.epoch + (self.position > 0), 0
-        count = self.batch_size * self.world_size
         while self.position < len(self):
-            if self.order is None:
-                chosen = list(range(self.position * count, min((self.position + 1) * count, len(self.prompts))))
-            else:
-                chosen = self.order.choose(self.epoch, self.position, count)
-            shares = deal([len(self.prompts[i].token_ids) for i in chosen], self.world_size)
+            batch = self._peeked or self._cut(self._chosen or self._choose(self.epoch, self.position))
+            self._chosen, self._peeked = [], None
             self.position += 1
-            yield RolloutBatch(prompts=[self.prompts[chosen[i]] for i in shares[self.rank]], **self.template)
+            yield batch
+
+    def peek(self) -> RolloutBatch:
+        """The batch that is handed out next, this very object; after an epoch's last one, the next epoch's first."""
+        if self._peeked is None:
+            ended = self.position >= len(self)
+            place = (self.epoch + 1, 0) if ended else (self.epoch, self.position)
+            self._chosen = self._chosen or self._choose(*place)
+            self._peeked = self._cut(self._chosen)
+        return self._peeked
+
+    def _choose(self, epoch: int, position: int) -> list[int]:
+        """Indices of the prompts of a global batch."""
+        count = self.batch_size * self.world_size
+        if self.order is None:
+            return list(range(position * count, min((position + 1) * count, len(self.prompts))))
+        return self.order.choose(epoch, position, count)
+
+    def _cut(self, chosen: list[int]) -> RolloutBatch:
+        """This rank's share of a global batch."""
+        shares = deal([len(self.prompts[i].token_ids) for i in chosen], self.world_size)
+        return RolloutBatch(prompts=[self.prompts[chosen[i]] for i in shares[self.rank]], **self.template)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and batches already handed out, what they were cut from, and the order's own state."""
+        """Epoch and batches handed out, what they were cut from, the order's own state, and what `peek` has chosen."""
         order = {} if self.order is None else self.order.state_dict()
         size = {"num_prompts": len(self.prompts), "global_batch": self.batch_size * self.world_size}
-        return {"epoch": self.epoch, "position": self.position, **size, "order": order}
+        chosen = {"chosen": list(self._chosen)} if self._chosen else {}
+        return {"epoch": self.epoch, "position": self.position, **size, "order": order, **chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stood.
@@ -226,6 +249,7 @@ class PromptLoader:
                     "epoch means nothing here. Resume with the same data and the same data.batch_size x ranks"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
+        self._chosen, self._peeked = list(state.get("chosen", [])), None
         if self.order is not None:
             self.order.load_state_dict(state.get("order", {}))
 

@@ -112,6 +112,19 @@ class TestMemoryByHand:
         )
         assert peaks(self.PLAN)["step"] - sizes(self.PLAN)["KV pool"] > peak["step"]
 
+    def test_drawing_while_the_trainer_works_adds_both_sides_up(self):
+        """The engine's work is there in training too, a second record is written, and every FP4 site is recorded."""
+        plan = make_plan("qwen3-8b", "w4a4kv4", PARITY, max_version_diff=1)
+        narrow = dataclasses.replace(plan, max_version_diff=0)
+        wide = dataclasses.replace(plan.recipe.guidance, sites=("attn_in", "o_in", "mlp_in", "down_in", "k", "v"))
+        before = dataclasses.replace(narrow, recipe=dataclasses.replace(plan.recipe, guidance=wide))
+        assert plan.guided_sites == before.guided_sites != narrow.guided_sites
+        work, record = (sizes(before)[name] for name in ("prefill or logits in work", "guidance record"))
+        assert peaks(plan)["train"] - peaks(before)["train"] == pytest.approx(work + record)
+        assert peaks(plan)["rollout"] - peaks(before)["rollout"] == pytest.approx(record)
+        with pytest.raises(ValueError, match="max_version_diff=1 draws while"):
+            dataclasses.replace(plan, keep_snapshot=False)
+
     def test_gpus_split_the_prompts_and_add_buckets(self):
         four = dataclasses.replace(self.PLAN, gpus=4)
         assert (four.own_prompts, four.sequences) == (8, 128)
@@ -487,11 +500,12 @@ class TestCommand:
     def test_config_with_engine_settings_and_devices(self, tmp_path):
         path = tmp_path / "config.yaml"
         engine = {"class_path": "LocalEngine", "init_args": {"memory_fraction": 0.3, "keep_snapshot": False}}
-        content = {"trainer": {"devices": 2}, "data": {"batch_size": 8}, "rollout": {"engine": engine}}
+        rollout = {"engine": engine, "max_version_diff": 0}
+        content = {"trainer": {"devices": 2}, "data": {"batch_size": 8}, "rollout": rollout}
         path.write_text(yaml.safe_dump(content | {"recipe": str(ROOT / "configs" / "recipes" / "blackwell.yaml")}))
         found = read_config(path)
         assert (found["gpus"], found["prompts"], found["memory_fraction"]) == (2, 16, 0.3)
-        assert found["keep_snapshot"] is False
+        assert (found["keep_snapshot"], found["max_version_diff"]) == (False, 0)
         assert "reference" not in found
         loss = {"class_path": "GRPO", "init_args": {"beta": 0.1}}
         path.write_text(yaml.safe_dump(content | {"model": {"loss": loss}}))

@@ -300,12 +300,15 @@ def test_completions_that_never_end_have_no_terminated_length() -> None:
 def test_throughput_of_two_steps() -> None:
     metric = ThroughputMetrics()
     metric.update(100, rollout_seconds=2.0, train_seconds=1.0, sync_seconds=1.0)
-    metric.update(300, rollout_seconds=2.0, train_seconds=1.0, sync_seconds=0.0, step_seconds=4.0)
+    metric.update(
+        300, rollout_seconds=2.0, train_seconds=1.0, sync_seconds=0.0, step_seconds=4.0, rollout_wait_seconds=0.5
+    )
     expected = {
         "timing/rollout_s": 2.0,
         "timing/train_s": 1.0,
         "timing/sync_s": 0.5,
         "timing/step_s": 4.0,
+        "timing/rollout_wait_s": 0.25,
         "throughput/rollout_tokens_per_s": 100.0,
         "throughput/step_tokens_per_s": 50.0,
         "throughput/rollout_share": 0.5,

@@ -61,6 +61,15 @@ def test_killed_and_resumed_is_the_unbroken_run(unbroken, point: str, tmp_path) 
     check_resumed(unbroken, left(tmp_path, "resumed"), first_step=1)
 
 
+def test_a_signal_while_the_next_rollout_is_drawn_stops_both(tmp_path) -> None:
+    """SIGTERM to one rank in the second step, one rollout ahead: both end after it, and no thread keeps them alive."""
+    ranks = launch.start(worker.drill, 2, tmp_path, tmp_path, "broken", "ddp", "sigterm in update", 1, None, 1)
+    assert launch.finish(ranks, tmp_path, timeout=60) == [1, 1]
+    assert "failed by itself" not in launch.logs(tmp_path)
+    (checkpoint,) = tmp_path.glob(f"broken/{LAST}")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+
+
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(unbroken, tmp_path) -> None:
     """SIGTERM in the middle of a rollout: the step is given up on both ranks, and repeated when the run is resumed."""
     ranks = launch.start(worker.drill, 2, tmp_path, tmp_path, "broken", "ddp", "sigterm", 1, None)

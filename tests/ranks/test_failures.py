@@ -48,6 +48,7 @@ def test_ranks_of_one_group_each(seen) -> None:
     [
         ("raises", "on rank 1: ValueError: all 16 reward calls of this rollout failed; the last one: raises_there"),
         ("engine", "on rank 1: MemoryError: no pages are left"),
+        ("engine ahead", "on rank 1: MemoryError: no pages are left"),
         ("settings", "model.learning_rate is 0.001 on rank 0 and 0.002 on rank 1"),
         ("few", "on every rank: ValueError: FewSums has 64 training prompts, fewer than one batch of 96"),
         ("disk", "on rank 0: ValueError: the checkpoint of step 2 could not be written"),
@@ -61,8 +62,26 @@ def test_an_error_is_raised_on_both_and_said_once(seen, name: str, message: str)
     assert (first[2], second[2]) == (True, False)
 
 
-def test_what_was_learned_before_the_error_is_kept(seen) -> None:
-    content = torch.load(seen[1] / "engine/checkpoints/last.ckpt", weights_only=True)
+@pytest.mark.parametrize("name", ["hangs", "hangs ahead"])
+def test_a_reward_that_hangs_is_cut_off_and_counted_on_both(seen, name: str) -> None:
+    """One call on rank one never returns: its worker is killed, its completion is not scored, all ranks see the count.
+
+    Drawn one rollout ahead the ranks go through the same: three steps, the first one on-policy.
+    """
+    first, second = seen[0][name]
+    assert first["error"] is second["error"] is None
+    assert first["step"] == second["step"] == worker.STEPS
+    assert first["sum"] == second["sum"]
+    for rank in (first, second):
+        assert [step["rewards/hangs_once/timeouts"] for step in rank["metrics"]] == [1.0] * worker.STEPS
+        assert [step["rewards/unscored_share"] for step in rank["metrics"]] == [1 / 32, 0.0, 0.0]
+        old = [step.get("rollout/version_diff") for step in rank["metrics"]]
+        assert old == ([0.0, 1.0, 1.0] if name == "hangs ahead" else [None] * 3)
+
+
+@pytest.mark.parametrize("name", ["engine", "engine ahead"])
+def test_what_was_learned_before_the_error_is_kept(seen, name: str) -> None:
+    content = torch.load(seen[1] / name / "checkpoints/last.ckpt", weights_only=True)
     assert content["global_step"] == 1
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tiny
+from own_rewards import HangsOnce
 from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
 from trace_lightning.models.lora import LoraConfig
@@ -167,7 +168,7 @@ class Acts(Callback):
     def __init__(self, point: str, victim: int, at: int = 1) -> None:
         self.point, self.victim, self.at = point, victim, at
         self.trainer: pl.Trainer | None = None
-        self.signal = signal.SIGTERM if point == "sigterm" else signal.SIGKILL
+        self.signal = signal.SIGTERM if point.startswith("sigterm") else signal.SIGKILL
 
     def do(self, point: str) -> None:
         if point == self.point and self.trainer is not None and self.trainer.global_rank == self.victim:
@@ -186,6 +187,7 @@ class Acts(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == self.at:
             self.do("update")
+            self.do("sigterm in update")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.at + 1:
@@ -197,12 +199,14 @@ class Acts(Callback):
             os.fsync = lambda number: self.do("write") or fsync(number)
 
 
-def drill(folder: Path, name: str, kind: str, point: str, victim: int, checkpoint: str | None) -> None:
+def drill(
+    folder: Path, name: str, kind: str, point: str, victim: int, checkpoint: str | None, max_version_diff: int = 0
+) -> None:
     """Three steps with a checkpoint after each; something may happen in the second, or a checkpoint be resumed."""
     pl.seed_everything(0)
     random.seed(100 + int(os.environ["RANK"]) if checkpoint is None else 7)
     coin, keep = Coin(), Keep()
-    rollout, acts = make_rollout(rewards=[coin.__call__]), Acts(point, victim)
+    rollout, acts = make_rollout(rewards=[coin.__call__], max_version_diff=max_version_diff), Acts(point, victim)
     acts.attach(rollout, coin)
     module = PolicyModule(path="builtin:tiny-qwen3", recipe=GUIDED, learning_rate=1e-3, warmup_steps=3)
     callbacks = [acts, rollout, keep, RunCheckpoint(every_n_steps=1)]
@@ -270,12 +274,16 @@ class Planned(PolicyModule):
         return plan
 
 
+HANGING = {"rewards": [HangsOnce()], "reward_workers": 1, "reward_time_limit": 1.0}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "not scored": {"rollout": {"rewards": [not_scored_there]}},
     "NaN": {"rollout": {"rewards": [nan_there]}},
     "alike": {"rollout": {"rewards": [alike_there]}},
     "raises": {"rollout": {"rewards": [raises_there]}},
     "engine": {"rollout": {"engine": OutOfPages()}, "keep": True},
+    "engine ahead": {"rollout": {"engine": OutOfPages(), "max_version_diff": 1}, "keep": True},
+    "hangs": {"rollout": HANGING},
+    "hangs ahead": {"rollout": HANGING | {"max_version_diff": 1}},
     "disk": {"callbacks": [SmallDisk()], "keep": True},
     "settings": {"learning_rate": lambda rank: 1e-3 * (1 + rank)},
     "few": {"data": {"batch_size": 48}},
@@ -304,8 +312,9 @@ def scenario(folder: Path, kind: str, name: str) -> dict[str, Any]:
         num_iterations=settings.get("num_iterations", 1),
         max_tokens_per_microbatch=settings.get("max_tokens_per_microbatch", 64),
     )
-    keep = settings.get("keep", False)
-    callbacks = [*settings.get("callbacks", []), *([RunCheckpoint(every_n_steps=1)] if keep else [])]
+    os.environ["HANGS_ONCE"] = str(folder / f"{kind} {name} hung")
+    keep, logged = settings.get("keep", False), Keep()
+    callbacks = [logged, *settings.get("callbacks", []), *([RunCheckpoint(every_n_steps=1)] if keep else [])]
     trainer = make_trainer(
         kind,
         make_rollout(**settings.get("rollout", {})),
@@ -320,7 +329,7 @@ def scenario(folder: Path, kind: str, name: str) -> dict[str, Any]:
         error = (type(caught).__name__, str(caught), getattr(caught, "is_mine_to_say", None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    seen = {"error": error, "step": trainer.global_step, "plans": module.plans}
+    seen = {"error": error, "step": trainer.global_step, "plans": module.plans, "metrics": logged.metrics}
     if module.policy is not None:
         seen |= {"sum": float(sum(value.double().abs().sum() for value in full_state(module).values()))}
     return seen

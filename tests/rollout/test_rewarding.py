@@ -73,6 +73,24 @@ def test_a_call_that_hangs_is_cut_off_and_the_others_count(function) -> None:
     assert time.monotonic() - begin < 10
 
 
+def test_a_run_that_is_stopped_does_not_wait_for_a_call_that_hangs() -> None:
+    """`check` is asked while calls are under way, and before each call in this process."""
+    begin = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() - begin > 1.0:
+            raise InterruptedError
+
+    scorer = Scorer([FunctionReward(own_rewards.catastrophic)], num_workers=1, time_limit=60.0)
+    with pytest.raises(InterruptedError):
+        scorer(completions("hang"), problems(1), check)
+    assert time.monotonic() - begin < 10
+    assert scorer(completions("a"), problems(1))[0].tolist() == [1.0]  # by a new worker
+    scorer.close()
+    with pytest.raises(InterruptedError):
+        Scorer([ExactMatch()])(completions("a"), problems(1), check)
+
+
 def test_an_asynchronous_reward_that_blocks_its_loop_is_stopped_with_those_beside_it() -> None:
     scorer = Scorer([FunctionReward(own_rewards.blocking)], time_limit=LIMIT)
     begin = time.monotonic()

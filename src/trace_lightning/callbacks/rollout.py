@@ -3,6 +3,10 @@
     on_train_batch_start   should_sync? -> engine.load_weights   engine.generate   rewards   batch filled in place
     on_validation_batch_start (test, predict)                    the same, with evaluation sampling
 
+With `max_version_diff=1` a batch is drawn and scored while the one before it trains (rollout/ahead.py):
+
+    on_train_batch_start   wait for this batch   engine.load_weights   begin the next one
+
 One decision is meant to be overridden: `should_sync`. It is asked with the number of optimizer steps, never with the
 batch index, so gradient accumulation cannot make a rollout stale unnoticed. Generating inside a dataset would:
 Lightning prefetches one batch.
@@ -15,12 +19,14 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from trace_lightning.callbacks.ahead import check_engine, check_loader, is_last_batch, warn_if_uncorrected
 from trace_lightning.callbacks.conversations import TaskConversations, task_of
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
@@ -30,6 +36,7 @@ from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
 from trace_lightning.ranks import check_same_settings, is_joint, together
+from trace_lightning.rollout.ahead import Ahead, hand_over
 from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
@@ -69,6 +76,8 @@ class Rollout(Callback):
         reward_time_limit: seconds per reward call in a worker; a call beyond it is stopped and not scored.
         dynamic_sampling: draw other prompts in place of groups whose rewards are all equal; default: keep them.
         turns: limits of conversations, where the task has environments; default: `TurnLimits()`.
+        max_version_diff: 0 draws every training batch from the weights that it trains; 1 draws it while the batch
+            before trains, from the weights that one started from. Needs corrections (`model.corrections`).
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -88,7 +97,13 @@ class Rollout(Callback):
         reward_time_limit: float = 10.0,
         dynamic_sampling: DynamicSampling | None = None,
         turns: TurnLimits | None = None,
+        max_version_diff: int = 0,
     ) -> None:
+        if max_version_diff not in (0, 1):
+            raise ValueError(
+                f"rollout.max_version_diff={max_version_diff}: 0 draws from the weights that are trained, 1 while the "
+                "batch before trains; the engine holds one snapshot, so there is no more"
+            )
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
                 raise ValueError(f"rollout.{name}={value} must be at least 1")
@@ -100,7 +115,7 @@ class Rollout(Callback):
         self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
         self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
-        self.dynamic_sampling, self.turns = dynamic_sampling, turns
+        self.dynamic_sampling, self.turns, self.max_version_diff = dynamic_sampling, turns, max_version_diff
         self._conversations = TaskConversations(turns)
         self.scorer: Scorer | None = None
         self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
@@ -111,6 +126,8 @@ class Rollout(Callback):
         self._ready = False
         self._synced_at = -1
         self._widened = False
+        self._ahead = Ahead()
+        self._failures: dict[str, float] = {}  # of rewards, up to the batch that trains
         self._signals = StopSignals()
         self._watch: ParentWatch | None = None
 
@@ -129,6 +146,10 @@ class Rollout(Callback):
                 # Most estimators compare completions of one prompt; let them say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
             self._check_refills(trainer)
+            if self.max_version_diff:
+                check_engine(self.engine)
+                if trainer.is_global_zero:
+                    warn_if_uncorrected(pl_module)
         if self.scorer is None:
             self.scorer = self._new_scorer(self._reward_functions(trainer), self.reward_weights, task_of(trainer))
         self._conversations.setup(trainer, pl_module, self.engine)
@@ -158,19 +179,24 @@ class Rollout(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on several ranks stop together."""
+        if self.max_version_diff:
+            check_loader(trainer)
         self._signals.install(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ahead.stop()
         self._signals.restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Let rank zero write its files before this rank is seen to have failed."""
+        self._ahead.stop()
         self._signals.restore()
         if self._watch is not None and is_joint(trainer, exception):
             self._watch.linger_at_exit()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the reward workers and the environments."""
+        """End the thread that draws, the reward workers and the environments."""
+        self._ahead.stop()
         for scorer in (self.scorer, *self._eval_scorers.values()):
             if scorer is not None:
                 scorer.close()
@@ -233,29 +259,67 @@ class Rollout(Callback):
             dtype = _DTYPES.get(str(trainer.precision), torch.float32)
             self.engine.setup(module.policy, module.tokenizer, module.recipe, dtype=dtype)
             self._ready = True
-            if self._widened:  # before the run was resumed
-                self.engine.widen_guidance()
+            if self.max_version_diff and module.recipe.guidance.fallback:
+                self._widened = True  # the default sites do not survive one optimizer step
+            if self._widened and self.engine.widen_guidance():  # or it was, before the run was resumed
+                log.info("guidance records every FP4 site")
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Fill the batch; `training_step` receives the same object."""
-        seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + self._rollouts
-        sampling = dataclasses.replace(self.sampling, seed=seed)
+        begin = time.perf_counter()
+        self._end_ahead(trainer)
+        waited = time.perf_counter() - begin
         self._sync(trainer, pl_module, batch)
-        with together(trainer, self._signals.error):
-            self._fill(pl_module, batch, sampling, self.num_generations, record=True)
-            if self.dynamic_sampling is not None:
-                self._refill(trainer, pl_module, batch, sampling)
-            assert self.scorer is not None
-            self.scorer.stop_if_all_failed()
-            talk = self._conversations.of(batch)
-            if talk is not None:
-                talk.stop_if_all_failed()
+        if not (self.max_version_diff and batch.rewards_B is not None):  # else it was drawn ahead
+            begin = time.perf_counter()
+            with together(trainer, self._signals.error):
+                self._now(trainer, partial(self._draw, trainer, pl_module, batch, self._rollouts))
+            waited += time.perf_counter() - begin
         self._rollouts += 1
+        assert self.scorer is not None
+        self._failures = self.scorer.metrics() | self._conversations.metrics(batch)
+        if self.max_version_diff:
+            batch.seconds["rollout_wait"] = waited
+            batch.stats["version_diff"] = float(trainer.global_step - batch.policy_version)
+            hand_over(batch.guidance)
+            self._begin_ahead(trainer, pl_module)
         if self.mask_truncated_completions:
             assert batch.completion_mask_BT is not None
             cut = torch.tensor([completion.finish_reason == "length" for completion in batch.completions])
             batch.completion_mask_BT &= ~cut.unsqueeze(1)
         self._enter("train")
+
+    def _draw(self, trainer: pl.Trainer, module: PolicyModule, batch: RolloutBatch, number: int) -> None:
+        """Draw and score a training batch, the rollout `number` of the run."""
+        seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + number
+        sampling = dataclasses.replace(self.sampling, seed=seed)
+        self._fill(module, batch, sampling, self.num_generations, record=True)
+        if self.dynamic_sampling is not None:
+            self._refill(trainer, module, batch, sampling)
+        assert self.scorer is not None
+        self.scorer.stop_if_all_failed()
+        talk = self._conversations.of(batch)
+        if talk is not None:
+            talk.stop_if_all_failed()
+
+    def _now(self, trainer: pl.Trainer, draw: Callable[[], None]) -> None:
+        """Draw while the trainer waits."""
+        if self.max_version_diff:
+            self._ahead.run(draw, trainer.strategy.root_device)
+        else:
+            draw()
+
+    def _begin_ahead(self, trainer: pl.Trainer, module: PolicyModule) -> None:
+        """Draw the next batch while this one trains, unless this one is the last."""
+        if not is_last_batch(trainer, module):
+            batch = trainer.train_dataloader.peek()  # type: ignore[union-attr]
+            self._ahead.begin(partial(self._draw, trainer, module, batch, self._rollouts), trainer.strategy.root_device)
+
+    def _end_ahead(self, trainer: pl.Trainer) -> None:
+        """Wait for what is drawn ahead. The loader hands out the batch, filled, when its turn comes."""
+        if self._ahead.in_flight:
+            with together(trainer, self._signals.error):
+                self._ahead.end()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
@@ -270,6 +334,9 @@ class Rollout(Callback):
         metrics[1].update(lengths, ended)
         metrics[3].update(batch.completions, batch.stats)
         seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
+        if self.max_version_diff:  # the phases overlap
+            seconds["rollout_wait_seconds"] = batch.seconds["rollout_wait"]
+            seconds["step_seconds"] = sum(batch.seconds[name] for name in ("rollout_wait", "sync", "train"))
         drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
         metrics[2].update(drawn, **seconds)
         values: dict[str, Any] = {}
@@ -281,16 +348,17 @@ class Rollout(Callback):
         if observe is not None:
             values |= observe(batch)
         values["policy_version"] = float(batch.policy_version)
+        if self.max_version_diff:
+            values["rollout/version_diff"] = batch.stats["version_diff"]
         pl_module.log_dict(values, batch_size=len(batch.prompts))
-        if pl_module.guidance_failed and pl_module.recipe.guidance.fallback:
+        if pl_module.guidance_failed and pl_module.recipe.guidance.fallback and not self._widened:
             self._widen_guidance()
         self._enter("idle")
 
     def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, num_tokens: int) -> dict[str, float]:
         """Counts of this step, and of the run for failed rewards, over all ranks; of refills the mean over ranks."""
-        assert self.scorer is not None
         own = {"num_tokens": float(num_tokens), "rollout/preempted": float(batch.stats.get("preempted", 0))}
-        own |= self.scorer.metrics() | self._conversations.metrics(batch)
+        own |= self._failures
         mine = torch.tensor(list(own.values()), dtype=torch.float64, device=trainer.strategy.root_device)
         total = trainer.strategy.reduce(mine, reduce_op="sum")
         counts = dict(zip(own, map(float, total.tolist()), strict=True))
@@ -310,6 +378,8 @@ class Rollout(Callback):
             log.warning("guidance falls back to every FP4 site, from the next rollout on (recipe.guidance.fallback)")
 
     def _enter(self, phase: str) -> None:
+        if self._ahead.is_behind:
+            return
         self.phase = phase
         if self.on_phase is not None:
             self.on_phase(phase)
@@ -318,9 +388,10 @@ class Rollout(Callback):
         spec, sampling, count = batch.evaluation, self.eval_sampling, self.num_generations_eval
         if spec is not None:
             sampling, count = spec.sampling or sampling, spec.num_generations
+        self._end_ahead(trainer)
         self._sync(trainer, pl_module, batch)
         with together(trainer, self._signals.error):
-            self._fill(pl_module, batch, sampling, count, record=False)
+            self._now(trainer, partial(self._fill, pl_module, batch, sampling, count, record=False))
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
@@ -362,7 +433,7 @@ class Rollout(Callback):
         drawn = time.perf_counter()
         self._enter("reward")
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        scored = self._scorer(batch)(batch.completions, problems)
+        scored = self._scorer(batch)(batch.completions, problems, self._check)
         batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = scored
         batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
         batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)
@@ -384,9 +455,10 @@ class Rollout(Callback):
     ) -> Generation:
         generation, talk = Generation(completions=[]), self._conversations.of(batch)
         if batch.prompts:  # a rank may have none in the last batch of an evaluation
-            was_training = module.training
-            module.eval()
             turns: dict[str, Any] = {} if talk is None else {"conversations": talk}
+            was_training, shared = module.training, self._ahead.is_behind
+            if not shared:  # else the trainer is in the middle of a step
+                module.eval()
             generation = self.engine.generate(
                 batch.prompts,
                 sampling,
@@ -395,7 +467,8 @@ class Rollout(Callback):
                 progress=self._advance,
                 **turns,
             )
-            module.train(was_training)
+            if not shared:
+                module.train(was_training)
         elif not getattr(self.engine, "keep_snapshot", True):
             self.engine.release()  # type: ignore[attr-defined]  # as `generate` does: ranks must agree on what to sync
         batch.num_generations, batch.sampling = num_generations, sampling
@@ -406,9 +479,14 @@ class Rollout(Callback):
 
     def _advance(self, finished: int, total: int) -> None:
         """Called by the engine between windows of steps."""
-        self._signals.check()
-        if self.progress is not None:
+        self._check()
+        if self.progress is not None and not self._ahead.is_behind:
             self.progress(finished, total)
+
+    def _check(self) -> None:
+        """Leave what is drawn or scored, if the run was asked to stop."""
+        self._signals.check()
+        self._ahead.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Number of rollouts so far, which seeds the next one, and whether guidance has fallen back to all sites."""

@@ -27,7 +27,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "engine.memory_fraction=0.2", {"memory_fraction": 0.2}
     if not plan.gradient_checkpointing:
         yield "model.gradient_checkpointing=true", {"gradient_checkpointing": True}
-    if plan.keep_snapshot:
+    if plan.max_version_diff:
+        yield "rollout.max_version_diff=0", {"max_version_diff": 0}
+    elif plan.keep_snapshot:
         yield "engine.keep_snapshot=false", {"keep_snapshot": False}
     if plan.precision == "bf16-mixed":
         yield "trainer.precision=bf16-true (BF16 masters: small updates are lost)", {"precision": "bf16-true"}

@@ -37,6 +37,7 @@ _FROM_CONFIG = {  # option -> where a config has it
     **{name: f"rollout.engine.init_args.{name}" for name in ("page_size", "decode_window", "prefill_tokens")},
     **{f"lora_{name}": f"model.lora.{name}" for name in ("rank", "rollout")},
     "keep_snapshot": "rollout.engine.init_args.keep_snapshot",
+    "max_version_diff": "rollout.max_version_diff",
 }
 
 
@@ -73,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         "--release_snapshot", dest="keep_snapshot", action="store_false", help="engine.keep_snapshot=false"
     )
     parser.add_argument("--sizes", type=float, nargs="+", metavar="GB", help="which shapes fit cards of this memory")
+    parser.add_argument(
+        "--max_version_diff", type=int, choices=[0, 1], help="1: draw while the trainer works (default 0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     return parser
 

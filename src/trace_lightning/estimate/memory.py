@@ -5,12 +5,16 @@
     step      AdamW: trainer state + what the engine keeps + one temporary
 
 Gradients live until the next step begins, so through the rollout as well; the KV pool is sized at the first rollout,
-when neither they nor AdamW's moments exist yet. P parameters (norms left out), H, q, kv, I widths of the residual
-stream, queries, keys and the MLP. Also left out: fragmentation, CUDA graphs, the rotary table, supports and top-k.
+when neither they nor AdamW's moments exist yet. With `max_version_diff=1` the engine draws while the trainer works: all
+it has exists in every phase, and so do two records, one that is written and one that is trained on.
+
+P parameters (norms left out), H, q, kv, I widths of the residual stream, queries, keys and the MLP. Also left out:
+fragmentation, CUDA graphs, the rotary table, supports and top-k.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -201,7 +205,7 @@ def _record_items(plan: Plan, rows: int, kept: tuple[str, ...]) -> Iterator[Item
     audited = config.audit_sequences * plan.longest * RowLayout.of_codes(sites).row_bytes
     total = _ROW_GROWTH * record_row_bytes(plan) * record_tokens(plan, plan.mean_new) + audited
     side = "host" if config.store == "host" else "rollout"
-    yield Item("guidance record", side, total, () if side == "host" else PHASES)
+    yield Item("guidance record", side, total * (1 + plan.max_version_diff), () if side == "host" else PHASES)
     fed = {key: site for key, site in sites.items() if site.heads is None}
     if fed:  # the ring of a window of decode steps and the step itself, see `StepRecorder`
         row = RowLayout.of_record(fed, mode=config.mode, scales="whole").row_bytes
@@ -211,7 +215,10 @@ def _record_items(plan: Plan, rows: int, kept: tuple[str, ...]) -> Iterator[Item
 
 def items(plan: Plan) -> list[Item]:
     """Everything, in the order of the table."""
-    return [*trainer_items(plan), *rollout_items(plan)]
+    drawn = rollout_items(plan)
+    if plan.max_version_diff:
+        drawn = (dataclasses.replace(each, phases=PHASES if each.phases else ()) for each in drawn)
+    return [*trainer_items(plan), *drawn]
 
 
 def peaks(plan: Plan) -> dict[str, float]:

@@ -10,7 +10,7 @@ from trace_lightning.estimate.adapters import adapter_params
 from trace_lightning.estimate.cards import Card
 from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.recorder import SiteShape
-from trace_lightning.types import SITES, QuantRecipe
+from trace_lightning.types import FP4, SITES, QuantRecipe
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
 REFERENCES = ("none", "bf16", "fp8")
@@ -50,6 +50,7 @@ class Plan:
     decode_window: int = 8
     prefill_tokens: int = 8192
     keep_snapshot: bool = True
+    max_version_diff: int = 0  # 1: the engine draws while the trainer works
     reference: str = "none"  # of a KL term, see `model.reference`
     lora_rank: int = 0  # 0 trains all weights
     lora_rollout: str = "adapter"
@@ -83,6 +84,10 @@ class Plan:
             raise ValueError(
                 f"--lora_rank {self.lora_rank} --lora_rollout {self.lora_rollout}: expected a rank of 0 (all weights "
                 f"are trained) or more, and one of {', '.join(LORA_ROLLOUTS)}"
+            )
+        if self.max_version_diff and not self.keep_snapshot:
+            raise ValueError(
+                "max_version_diff=1 draws while the trainer works, so the snapshot is kept: keep_snapshot=true"
             )
 
     @property
@@ -132,9 +137,13 @@ class Plan:
         attended = shape.heads * shape.head_dim
         widths = {"attn_in": shape.hidden, "o_in": attended, "mlp_in": shape.hidden, "down_in": shape.intermediate}
         covered = set(recipe.guided_layers(layers)) & set(recipe.quantized_layers(layers))
+        sites = recipe.guided_sites
+        if self.max_version_diff and recipe.guidance.fallback and sites:  # the engine begins with the wide ones
+            covered = set(recipe.quantized_layers(layers))
+            sites = tuple(site for site in SITES if recipe.site_format(site) in FP4)
         found: dict[Key, SiteShape] = {}
         for layer in sorted(covered):
-            for site in (site for site in SITES if site in recipe.guided_sites):
+            for site in (site for site in SITES if site in sites):
                 fmt = get_format(recipe.site_format(site), four_over_six=recipe.four_over_six)
                 assert fmt is not None, "the recipe refuses to guide what is not FP4"
                 heads = shape.kv_heads if site in ("k", "v") else None

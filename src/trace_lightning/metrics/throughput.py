@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 PHASES = ("rollout", "reward", "train", "sync", "step")
+_TIMED = (*PHASES, "rollout_wait")
 
 
 class ThroughputMetrics(Metric):
@@ -26,7 +27,7 @@ class ThroughputMetrics(Metric):
         super().__init__()
         self.add_state("tokens", torch.tensor(0), dist_reduce_fx="sum")
         self.add_state("num_steps", torch.tensor(0), dist_reduce_fx="max")
-        for phase in PHASES:
+        for phase in _TIMED:
             self.add_state(f"{phase}_seconds", torch.tensor(0.0), dist_reduce_fx="max")
 
     def update(
@@ -38,6 +39,7 @@ class ThroughputMetrics(Metric):
         train_seconds: float = 0.0,
         sync_seconds: float = 0.0,
         step_seconds: float | None = None,
+        rollout_wait_seconds: float = 0.0,
     ) -> None:
         """Add one step of this rank.
 
@@ -48,22 +50,23 @@ class ThroughputMetrics(Metric):
             train_seconds: wall time of forward, backward and optimizer.
             sync_seconds: wall time of handing the weights to the rollout.
             step_seconds: wall time of the whole step; None takes the sum of the phases, right if none overlap.
+            rollout_wait_seconds: wall time for which the trainer waited for a rollout that is drawn ahead.
         """
         seconds = [rollout_seconds, reward_seconds, train_seconds, sync_seconds]
         self.tokens += tokens
         self.num_steps += 1
-        seconds.append(sum(seconds) if step_seconds is None else step_seconds)
-        for phase, value in zip(PHASES, seconds, strict=True):
+        seconds += [sum(seconds) if step_seconds is None else step_seconds, rollout_wait_seconds]
+        for phase, value in zip(_TIMED, seconds, strict=True):
             setattr(self, f"{phase}_seconds", getattr(self, f"{phase}_seconds") + value)
 
     def compute(self) -> dict[str, Tensor]:
         """Whatever of these was measured.
 
-        * `timing/<phase>_s`: mean seconds per step of rollout, reward, train, sync, step
+        * `timing/<phase>_s`: mean seconds per step of rollout, reward, train, sync, step, and rollout_wait
         * `throughput/rollout_tokens_per_s`, `throughput/step_tokens_per_s`: all ranks' tokens over those seconds
         * `throughput/rollout_share`: share of the step that generation takes
         """
-        seconds = {phase: getattr(self, f"{phase}_seconds") for phase in PHASES}
+        seconds = {phase: getattr(self, f"{phase}_seconds") for phase in _TIMED}
         seconds = {phase: value for phase, value in seconds.items() if value > 0}
         result = {f"timing/{phase}_s": value / self.num_steps for phase, value in seconds.items()}
         for phase in ("rollout", "step"):

@@ -3,8 +3,9 @@
 The contract, in prose. `setup` is called once, with the live policy, to learn its structure. `load_weights` copies a
 snapshot under Hugging Face names and quantises it; the version travels on every completion drawn from it. `generate`
 draws `num_samples` completions per prompt and never touches the policy's own tensors, so an optimizer step between two
-calls changes nothing until the next `load_weights`. The engine belongs to the callback, never to the LightningModule:
-`state_dict` and the optimizer do not see it.
+calls changes nothing until the next `load_weights`. With `rollout.max_version_diff=1` it runs in a thread of its own,
+on a GPU on a stream of its own, while the trainer works; it has to call `progress` often, for there it is stopped. The
+engine belongs to the callback, never to the LightningModule: `state_dict` and the optimizer do not see it.
 """
 
 from __future__ import annotations

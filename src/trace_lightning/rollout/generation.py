@@ -115,7 +115,7 @@ class GenerationRun:
             for sequence in started:
                 sequence.num_drawn, sequence.first_logits = sequence.num_drawn + 1, None
             if self.kv.device.type == "cuda":
-                torch.cuda.synchronize(self.kv.device)
+                torch.cuda.current_stream(self.kv.device).synchronize()  # not the trainer's, which may be at work
             self.prefill_seconds += time.perf_counter() - begin
         busy = self.scheduler.running or self.scheduler.parked or not self.scheduler.has_work
         assert busy, "work is left, but nothing can start: pages are missing"

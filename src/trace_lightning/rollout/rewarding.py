@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -72,9 +72,12 @@ class Scorer:
         self._last_error = ""
 
     def __call__(
-        self, completions: Sequence[Completion], problems: Sequence[Problem]
+        self,
+        completions: Sequence[Completion],
+        problems: Sequence[Problem],
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, dict[str, list[float]], dict[str, list[str]]]:
-        """Score a rollout.
+        """Score a rollout. `check` is called between the calls, at least once per second; what it raises ends them.
 
         Returns:
             Weighted rewards FP32 [B], NaN where a function gave none or failed; the raw values and the reasons by name.
@@ -87,9 +90,9 @@ class Scorer:
             for c, p in zip(completions, problems, strict=True)
             if not c.error
         ]
-        outcomes = {reward.name: self._run_here(reward, samples) for reward in self._here}
+        outcomes = {reward.name: self._run_here(reward, samples, check) for reward in self._here}
         if self.pool is not None:
-            outcomes |= self._run_apart(self.pool, samples)
+            outcomes |= self._run_apart(self.pool, samples, check)
         self._failed_calls = self._calls = 0
         by_name, reasons = {}, {}
         for name in self.names:
@@ -100,21 +103,27 @@ class Scorer:
         columns = torch.tensor([by_name[name] for name in self.names], dtype=torch.float32)
         return (columns * torch.tensor(self.weights).unsqueeze(1)).sum(0), by_name, reasons
 
-    def _run_here(self, reward: RewardFn, samples: Sequence[Sample]) -> list[Outcome]:
+    def _run_here(self, reward: RewardFn, samples: Sequence[Sample], check: Callable[[], None]) -> list[Outcome]:
         if not self._prepared:
             for own in self._here:
                 own.prepare()
             self._prepared = True
-        return [outcome for first, part in _parts(reward, samples) for outcome in call(reward, part, first)]
+        outcomes: list[Outcome] = []
+        for first, part in _parts(reward, samples):
+            check()
+            outcomes += call(reward, part, first)
+        return outcomes
 
-    def _run_apart(self, pool: RewardPool, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
+    def _run_apart(
+        self, pool: RewardPool, samples: Sequence[Sample], check: Callable[[], None]
+    ) -> dict[str, list[Outcome]]:
         calls = [
             Call(index, part, first)
             for index, reward in enumerate(pool.rewards)
             for first, part in _parts(reward, samples)
         ]
         found: dict[str, list[Outcome]] = {reward.name: [] for reward in pool.rewards}
-        for made, outcomes in zip(calls, pool.run(calls), strict=True):
+        for made, outcomes in zip(calls, pool.run(calls, check), strict=True):
             found[pool.rewards[made.reward].name] += outcomes
         return found
 

@@ -12,7 +12,7 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
@@ -22,6 +22,7 @@ from trace_lightning.tasks.process import WorkerProcess, packed
 
 START_LIMIT = 300.0  # seconds for a worker to import and prepare the rewards; some load a model
 ASYNC_CALLS = 32  # awaited at once by the worker of the asynchronous rewards
+_CHECK_SECONDS = 1.0  # between two calls of `check`
 _GRACE = 1.0  # seconds beyond its limit that an asynchronous call gets to cancel itself
 
 
@@ -77,8 +78,10 @@ class RewardPool:
         weakref.finalize(self, _stop_all, self._workers)  # after an exception nobody calls `close`
         self._payload = b""
 
-    def run(self, calls: Sequence[Call]) -> list[list[Outcome]]:
+    def run(self, calls: Sequence[Call], check: Callable[[], None] = lambda: None) -> list[list[Outcome]]:
         """Outcomes of each call, one per sample. A call that is over time, or kills its worker, is a `Failure`.
+
+        `check` is called now and then; what it raises ends the calls.
 
         Raises:
             ValueError: rewards or problems that cannot be sent, or a return value that is no reward.
@@ -90,6 +93,7 @@ class RewardPool:
         clean = False
         try:
             while len(done) < len(calls):
+                check()
                 self._start_missing(len(waiting[0]), bool(waiting[1]))
                 for worker in self._workers:
                     queue = waiting[worker.asynchronous]
@@ -134,7 +138,8 @@ class RewardPool:
     def _collect(self, calls: Sequence[Call], done: dict[int, list[Outcome]], waiting: dict[int, deque[int]]) -> None:
         """Take what is ready, or wait for it; bury the dead and stop who is over time."""
         soonest = min(worker.next_deadline for worker in self._workers)
-        readable = wait([worker.connection for worker in self._workers], max(0.0, soonest - time.monotonic()))
+        patience = min(_CHECK_SECONDS, max(0.0, soonest - time.monotonic()))
+        readable = wait([worker.connection for worker in self._workers], patience)
         for worker in list(self._workers):
             if worker.connection in readable:
                 self._read(worker, calls, done)

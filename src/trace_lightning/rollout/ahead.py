@@ -1,0 +1,117 @@
+"""A rollout that is drawn while the trainer works: one thread of its own, one drawing at a time.
+
+    trainer   end(t)  load_weights  begin(t+1) | training step t ............ | end(t+1)  load_weights  begin(t+2) | ...
+    thread                                     | draw t+1, reward t+1 ....    |                                    | ...
+
+The engine owns its snapshot, so the trainer's updates do not reach what is being drawn, and weights are handed over
+between `end` and `begin`, when nobody draws. What a drawing raises is raised by `end`, in the trainer's thread.
+
+On a GPU the thread draws on a stream of its own. `begin` lets this stream wait for what the trainer's stream was given
+so far (the weights), and a drawing counts as ended when its stream has run dry, so `end` leaves nothing to wait for.
+Every drawing, one that the trainer waits for included, goes through the thread: whatever the engine frees while it
+draws was then allocated for the same stream. The record of guidance is what the trainer's stream reads of it
+(`hand_over`). Graphs are captured in the thread under the capture mode that lets other threads be (graphs.py).
+
+What was left out: more than one rollout in flight (older completions, and a second snapshot), and a process instead of
+a thread: between two looks at the device the engine's thread waits without holding the interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from trace_lightning.quantization.guidance import GuidanceRecord
+
+Draw = Callable[[], None]
+
+
+class DrawingStopped(RuntimeError):
+    """The run has ended; nobody waits for this drawing any more."""
+
+
+class Ahead:
+    """Draws in a thread; see the top of this file. The thread exists from the first `begin` to `stop`."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._drawing: Future[None] | None = None
+        self._stream: Any = None
+        self._thread: threading.Thread | None = None
+        self._is_waited_for = False
+        self._stopped = threading.Event()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there is a drawing that was begun and not ended."""
+        return self._drawing is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the caller draws while the trainer works: what is shown then belongs to the trainer."""
+        return threading.current_thread() is self._thread and not self._is_waited_for
+
+    def begin(self, draw: Draw, device: torch.device) -> None:
+        """Start `draw` in the thread, after all that was given to the current stream of `device`."""
+        assert self._drawing is None, "one drawing at a time: the engine holds one snapshot"
+        if device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="rollout-ahead")
+        self._stopped.clear()
+        self._drawing = self._executor.submit(self._run, draw)
+
+    def _run(self, draw: Draw) -> None:
+        self._thread = threading.current_thread()
+        if self._stream is None:
+            draw()
+            return
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            try:
+                draw()
+            finally:
+                self._stream.synchronize()
+
+    def end(self) -> None:
+        """Wait for the drawing in flight; raises what it raised."""
+        assert self._drawing is not None
+        self._is_waited_for = True
+        try:
+            self._drawing.result()
+        finally:
+            # Ctrl-C may end the wait before the drawing; `stop` then waits for the thread.
+            self._is_waited_for, self._drawing = False, None
+
+    def run(self, draw: Draw, device: torch.device) -> None:
+        """`draw` in the thread, while the trainer waits."""
+        self._is_waited_for = True
+        self.begin(draw, device)
+        self.end()
+
+    def check(self) -> None:
+        """Called by a drawing between its windows of steps and its reward calls.
+
+        Raises:
+            DrawingStopped: if `stop` waits for it to end.
+        """
+        if self._stopped.is_set() and threading.current_thread() is self._thread:
+            raise DrawingStopped
+
+    def stop(self) -> None:
+        """End the thread, and with it what is in flight: nobody takes it, so what it raised is dropped as well."""
+        self._stopped.set()
+        if self._executor is not None:
+            self._executor.shutdown()
+        self._executor = self._drawing = self._thread = None
+
+
+def hand_over(record: GuidanceRecord | None) -> None:
+    """Let the current stream read a record that was written on another: its memory is not reused before that."""
+    for table in record.tables.values() if record is not None else ():
+        for tensor in table.tensors():
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))

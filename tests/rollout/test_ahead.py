@@ -1,0 +1,129 @@
+"""The thread that draws: one drawing at a time, its errors in the caller's thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from trace_lightning.quantization.guidance import GuidanceRecord, SiteTable
+from trace_lightning.rollout.ahead import Ahead, DrawingStopped, hand_over
+from trace_lightning.types import GuidanceConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def ahead():
+    thread = Ahead()
+    yield thread
+    thread.stop()
+    assert not [t for t in threading.enumerate() if t.name.startswith("rollout-ahead")]
+
+
+def test_draws_beside_the_caller_and_knows_who_waits(ahead: Ahead) -> None:
+    began, go_on, seen = threading.Event(), threading.Event(), []
+
+    def draw() -> None:
+        seen.append(ahead.is_behind)
+        began.set()
+        assert go_on.wait(10)
+        while ahead.is_behind:  # until the caller has come to wait
+            time.sleep(0.001)
+        seen.append(ahead.is_behind)
+
+    ahead.begin(draw, CPU)
+    assert began.wait(10)
+    assert ahead.in_flight
+    assert not ahead.is_behind  # the caller is the trainer
+    go_on.set()
+    ahead.end()
+    assert seen == [True, False]
+    assert not ahead.in_flight
+    ahead.run(lambda: seen.append(ahead.is_behind), CPU)
+    assert seen[-1] is False
+
+
+@pytest.mark.parametrize("error", [MemoryError("no pages are left"), KeyboardInterrupt()])
+def test_what_a_drawing_raises_comes_out_of_end_and_the_next_one_runs(ahead: Ahead, error: BaseException) -> None:
+    def draw() -> None:
+        raise error
+
+    ahead.begin(draw, CPU)
+    with pytest.raises(type(error)) as caught:
+        ahead.end()
+    assert caught.value is error
+    done = []
+    ahead.run(lambda: done.append(1), CPU)
+    assert done == [1]
+
+
+def test_stop_ends_what_is_in_flight_at_its_next_check(ahead: Ahead) -> None:
+    began, ended = threading.Event(), []
+
+    def draw() -> None:
+        began.set()
+        try:
+            while True:
+                ahead.check()
+                time.sleep(0.001)
+        except DrawingStopped:
+            ended.append(True)
+            raise
+
+    ahead.begin(draw, CPU)
+    assert began.wait(10)
+    ahead.check()  # of the caller itself: nothing to end
+    ahead.stop()
+    assert ended == [True]
+    assert not ahead.in_flight
+    ahead.run(lambda: ahead.check(), CPU)  # another run begins
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_are_there_before_and_tokens_after() -> None:
+    """The drawing reads what the caller's stream wrote last, on another stream, and the caller reads what it wrote."""
+    device, ahead = torch.device("cuda", torch.cuda.current_device()), Ahead()
+    weights, drawn, streams = torch.zeros(2**24, device=device), torch.zeros(2**24, device=device), []
+
+    def draw() -> None:
+        streams.append(torch.cuda.current_stream(device))
+        drawn.copy_(weights * 2)
+
+    for value in range(1, 6):
+        for _ in range(20):  # work that is still queued when the drawing begins
+            weights.add_(1)
+        weights.fill_(value)
+        ahead.begin(draw, device)
+        ahead.end()
+        assert bool((drawn == 2 * value).all())
+    ahead.stop()
+    assert len(set(streams)) == 1
+    assert streams[0] != torch.cuda.current_stream(device)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_record_is_not_overwritten_while_the_trainer_reads_it() -> None:
+    """Freed by the trainer, whose stream has yet to read it, while the next drawing asks for as much."""
+    device, ahead, size = torch.device("cuda", torch.cuda.current_device()), Ahead(), 2**26
+    found: list[GuidanceRecord] = []
+
+    def record(value: int) -> GuidanceRecord:
+        codes = torch.full((size,), value, dtype=torch.uint8, device=device)
+        tables = {(0, "k"): SiteTable(scale=codes[:1], codes=codes, outer=None, audit=None)}
+        return GuidanceRecord(GuidanceConfig(mode="parity"), tables, torch.zeros(0), policy_version=0)
+
+    ahead.run(lambda: found.append(record(1)), device)
+    mine = found.pop()
+    hand_over(mine)
+    freed = threading.Event()
+    ahead.begin(lambda: freed.wait(10) and found.append(record(3)), device)
+    torch.cuda._sleep(200_000_000)  # the trainer's stream is behind
+    total = mine.tables[0, "k"].codes.sum(dtype=torch.int64)
+    del mine
+    freed.set()
+    ahead.end()
+    ahead.stop()
+    assert int(total) == size
