@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from trace_lightning.callbacks.ahead import check_engine, check_loader, is_last_batch, warn_if_uncorrected
+from trace_lightning.callbacks.checks import (
+    check_engine,
+    check_loader,
+    check_refills,
+    is_last_batch,
+    warn_if_uncorrected,
+)
 from trace_lightning.callbacks.conversations import TaskConversations, task_of
+from trace_lightning.callbacks.scorers import Reward, Scorers
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
-from trace_lightning.loading import SuccessCurriculum
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics, TurnMetrics
 from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.sharding import Weights
@@ -41,13 +47,9 @@ from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
 from trace_lightning.rollout.refill import DynamicSampling
-from trace_lightning.rollout.rewarding import Scorer
-from trace_lightning.tasks.base import FunctionReward, RewardFn, Task
-from trace_lightning.tasks.rewards import with_turn_rewards
-from trace_lightning.types import Problem, RolloutBatch, SamplingParams, TurnLimits
+from trace_lightning.types import RolloutBatch, SamplingParams, TurnLimits
 
 log = logging.getLogger(__name__)
-Reward = RewardFn | Callable[[str, Problem], float | None]
 _DEFAULT_SAMPLING = SamplingParams()
 _DTYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "bf16": torch.bfloat16, "16-true": torch.float16}
 
@@ -112,13 +114,10 @@ class Rollout(Callback):
         # Evaluation has no use for what the trainer wants recorded.
         self.eval_sampling = eval_sampling or dataclasses.replace(sampling, record_logprobs=0)
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
-        self.rewards, self.reward_weights = rewards, reward_weights
         self.mask_truncated_completions = mask_truncated_completions
-        self.reward_workers, self.reward_time_limit = reward_workers, reward_time_limit
         self.dynamic_sampling, self.turns, self.max_version_diff = dynamic_sampling, turns, max_version_diff
         self._conversations = TaskConversations(turns)
-        self.scorer: Scorer | None = None
-        self._eval_scorers: dict[str, Scorer] = {}  # of held-out sets with a task of their own
+        self.scorers = Scorers(rewards, reward_weights, reward_workers, reward_time_limit)
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
         self.on_phase: Callable[[str], None] | None = None
         self.phase = "idle"
@@ -145,18 +144,18 @@ class Rollout(Callback):
             if self.num_generations == 1:
                 # Most estimators compare completions of one prompt; let them say so now, not in step 1.
                 pl_module.advantages(torch.zeros(1, 1))
-            self._check_refills(trainer)
+            if self.dynamic_sampling is not None:
+                check_refills(trainer, self.engine, self.num_generations)
             if self.max_version_diff:
                 check_engine(self.engine)
                 if trainer.is_global_zero:
                     warn_if_uncorrected(pl_module)
-        if self.scorer is None:
-            self.scorer = self._new_scorer(self._reward_functions(trainer), self.reward_weights, task_of(trainer))
+        self.scorers.setup(task_of(trainer))
         self._conversations.setup(trainer, pl_module, self.engine)
         self._watch = self._watch or ParentWatch.start_for(trainer)
         check_same_settings(trainer, self._settings(trainer, pl_module))
         # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
-        pl_module.reward_metrics = RewardMetrics(self.scorer.names)
+        pl_module.reward_metrics = RewardMetrics(self.scorers.own.names)
         pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
         pl_module.turn_metrics = TurnMetrics()
 
@@ -164,12 +163,11 @@ class Rollout(Callback):
         """What must be alike on every rank."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         prompts = [prompt.token_ids for prompt in getattr(data, "train_prompts", [])]
-        assert self.scorer is not None
         return {
             **{f"model.{name}": value for name, value in module.hparams.items()},
             "rollout.sampling": self.sampling,
             "rollout.num_generations": self.num_generations,
-            "rollout.rewards": self.scorer.names,
+            "rollout.rewards": self.scorers.own.names,
             "rollout.turns": self.turns,
             "data.batch_size": getattr(data, "batch_size", None),
             "number of training prompts": len(prompts),
@@ -197,61 +195,8 @@ class Rollout(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """End the thread that draws, the reward workers and the environments."""
         self._ahead.stop()
-        for scorer in (self.scorer, *self._eval_scorers.values()):
-            if scorer is not None:
-                scorer.close()
+        self.scorers.close()
         self._conversations.close()
-
-    def _scorer(self, batch: RolloutBatch) -> Scorer:
-        """The run's scorer, or that of a held-out set with a task of its own."""
-        assert self.scorer is not None
-        task = getattr(batch.evaluation, "task", None)
-        if batch.evaluation is None or task is None:
-            return self.scorer
-        name = batch.evaluation.name
-        if name not in self._eval_scorers:
-            self._eval_scorers[name] = self._new_scorer(task.rewards(), None, task)
-        return self._eval_scorers[name]
-
-    def _new_scorer(self, rewards: Sequence[RewardFn], weights: list[float] | None, task: Task | None) -> Scorer:
-        everything = with_turn_rewards(rewards, task)
-        if weights is not None and len(weights) == len(rewards):
-            weights = weights + [1.0] * (len(everything) - len(rewards))
-        return Scorer(everything, weights, self.reward_workers, self.reward_time_limit)
-
-    def _check_refills(self, trainer: pl.Trainer) -> None:
-        if self.dynamic_sampling is None:
-            return
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if self.num_generations == 1:
-            raise ValueError(
-                "rollout.dynamic_sampling keeps groups whose rewards differ, and groups of one never do: set "
-                "rollout.num_generations to 2 or more, or dynamic_sampling to null"
-            )
-        if not getattr(data, "train_prompts", None):
-            raise ValueError(
-                "rollout.dynamic_sampling draws from the data module's `train_prompts`, and there are none: pass a "
-                "PromptDataModule, or a data module with that attribute"
-            )
-        if isinstance(getattr(data, "order", None), SuccessCurriculum):
-            raise ValueError(
-                "rollout.dynamic_sampling keeps groups that are solved now and then, and data.order=SuccessCurriculum "
-                "would take that for the success of their sources: use one of the two"
-            )
-        if not getattr(self.engine, "keep_snapshot", True):
-            raise ValueError(
-                "rollout.dynamic_sampling draws several times from the same weights, and engine.keep_snapshot=false "
-                "frees them after the first: set it to true, or dynamic_sampling to null"
-            )
-
-    def _reward_functions(self, trainer: pl.Trainer) -> list[RewardFn]:
-        given: Sequence[Reward] | None = self.rewards
-        if given is None:
-            task = getattr(trainer.datamodule, "task", None)  # type: ignore[attr-defined]
-            if task is None:
-                raise ValueError("no reward function: pass rollout.rewards, or a data module with a task")
-            given = task.rewards()
-        return [reward if isinstance(reward, RewardFn) else FunctionReward(reward) for reward in given]
 
     def _ensure_engine(self, trainer: pl.Trainer, module: PolicyModule) -> None:
         if not self._ready:
@@ -276,8 +221,7 @@ class Rollout(Callback):
                 self._now(trainer, partial(self._draw, trainer, pl_module, batch, self._rollouts))
             waited += time.perf_counter() - begin
         self._rollouts += 1
-        assert self.scorer is not None
-        self._failures = self.scorer.metrics() | self._conversations.metrics(batch)
+        self._failures = self.scorers.own.metrics() | self._conversations.metrics(batch)
         if self.max_version_diff:
             batch.seconds["rollout_wait"] = waited
             batch.stats["version_diff"] = float(trainer.global_step - batch.policy_version)
@@ -296,8 +240,7 @@ class Rollout(Callback):
         self._fill(module, batch, sampling, self.num_generations, record=True)
         if self.dynamic_sampling is not None:
             self._refill(trainer, module, batch, sampling)
-        assert self.scorer is not None
-        self.scorer.stop_if_all_failed()
+        self.scorers.own.stop_if_all_failed()
         talk = self._conversations.of(batch)
         if talk is not None:
             talk.stop_if_all_failed()
@@ -433,7 +376,7 @@ class Rollout(Callback):
         drawn = time.perf_counter()
         self._enter("reward")
         problems = [prompt.problem for prompt, _ in batch.sequences()]
-        scored = self._scorer(batch)(batch.completions, problems, self._check)
+        scored = self.scorers.of(batch)(batch.completions, problems, self._check)
         batch.rewards_B, batch.rewards_by_name, batch.reward_reasons = scored
         batch.seconds |= {"rollout": drawn - begin, "reward": time.perf_counter() - drawn}
         batch.policy_version = max((c.policy_version for c in generation.completions), default=-1)

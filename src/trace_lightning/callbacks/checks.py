@@ -1,15 +1,16 @@
-"""When a rollout may be drawn ahead of the trainer (rollout/ahead.py).
+"""What is refused or said at the start of a run about how its rollouts are drawn: with refills, or one step ahead.
 
-What is refused or said at the start of a run, and with which batch it ends, so that nothing is drawn that nobody trains
-on.
+And with which batch a run ends, so that nothing is drawn that nobody trains on.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import lightning.pytorch as pl
 
+from trace_lightning.loading import SuccessCurriculum
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.base import RolloutEngine
 
@@ -59,3 +60,32 @@ def is_last_batch(trainer: pl.Trainer, module: PolicyModule) -> bool:
         return True
     epochs = trainer.max_epochs
     return trainer.is_last_batch and epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
+
+
+def check_refills(trainer: pl.Trainer, engine: RolloutEngine, num_generations: int) -> None:
+    """Refuse dynamic sampling where it has nothing to choose from, or nothing to draw with.
+
+    Raises:
+        ValueError: naming the setting, and the way out.
+    """
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if num_generations == 1:
+        raise ValueError(
+            "rollout.dynamic_sampling keeps groups whose rewards differ, and groups of one never do: set "
+            "rollout.num_generations to 2 or more, or dynamic_sampling to null"
+        )
+    if not getattr(data, "train_prompts", None):
+        raise ValueError(
+            "rollout.dynamic_sampling draws from the data module's `train_prompts`, and there are none: pass a "
+            "PromptDataModule, or a data module with that attribute"
+        )
+    if isinstance(getattr(data, "order", None), SuccessCurriculum):
+        raise ValueError(
+            "rollout.dynamic_sampling keeps groups that are solved now and then, and data.order=SuccessCurriculum "
+            "would take that for the success of their sources: use one of the two"
+        )
+    if not getattr(engine, "keep_snapshot", True):
+        raise ValueError(
+            "rollout.dynamic_sampling draws several times from the same weights, and engine.keep_snapshot=false "
+            "frees them after the first: set it to true, or dynamic_sampling to null"
+        )
