@@ -25,6 +25,15 @@ torch.set_num_threads(1)
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
+def pytest_configure() -> None:
+    """Say at once what would look like a broken kernel."""
+    from importlib.metadata import version
+
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if os.environ.get("TRITON_INTERPRET") == "1" and triton < (3, 7) and numpy >= (2, 4):
+        raise pytest.UsageError("the interpreter of triton 3.6 does not work with numpy 2.4: install numpy<2.4")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what the machine cannot run, and say what is missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
