@@ -61,6 +61,8 @@ class Misbehaving(Counting):
                 return Step(12, reward=1.0)  # type: ignore[arg-type]
             case "text":
                 return "no step"
+            case "surrogate":
+                return Step(os.fsdecode(b"\xff"))
             case "infinite":
                 return Step("fine", reward=float("inf"))
         return super().step(text)

@@ -178,7 +178,7 @@ def test_conversations_do_not_depend_on_seats_pages_or_passes(recipe: QuantRecip
 def with_info(**info: Any) -> list[Prompt]:
     """The prompts, of which each gets one value of each list."""
     rows = [dict(zip(info, values, strict=True)) for values in zip(*info.values(), strict=True)]
-    return [replace(p, problem=Problem(prompt="", info=row)) for p, row in zip(PROMPTS * 2, rows, strict=False)]
+    return [replace(p, problem=Problem(prompt="", info=row)) for p, row in zip(PROMPTS * 3, rows, strict=False)]
 
 
 class TestProcesses:
@@ -192,6 +192,7 @@ class TestProcesses:
             "die": "environment: its process ended with exit code 3",
             "number": "environment: raised TypeError: step returned an observation of type int; a str is expected",
             "text": "environment: raised TypeError: step returned a str; a Step is expected",
+            "surrogate": "environment: raised UnicodeEncodeError: .* surrogates not allowed",
             "infinite": "environment: raised ValueError: reward 'step', row 0: returned inf",
             "raise in reset": "environment: raised KeyError: 'no such game'",
         }

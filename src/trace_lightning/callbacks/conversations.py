@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,8 +51,10 @@ class TaskConversations:
                 )
             variables = getattr(data, "chat_template_kwargs", None)
             talk = Conversations(task, module.tokenizer, self.limits or TurnLimits(), variables)
-            for problem in chain(islice(task.train_problems(), 1), islice(task.heldout_problems(), 1)):
-                talk.encode.check(problem)
+            problems = chain(task.train_problems(), task.heldout_problems())
+            chat = next((problem for problem in problems if not isinstance(problem.prompt, str)), None)
+            if chat is not None:
+                talk.encode.check(chat)
             self._by_task[id(task)] = talk
         if self.limits is not None and not self._by_task:
             raise ValueError("rollout.turns is set, but no task has environments (Task.environment): set it to null")

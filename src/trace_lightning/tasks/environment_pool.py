@@ -98,6 +98,8 @@ class InProcess(EnvironmentPool):
         return answers
 
     def close(self) -> None:
+        for playing in self._playing.values():
+            playing.close()
         self._playing, self._answers = {}, []
 
 
