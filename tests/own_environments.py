@@ -57,6 +57,9 @@ class Misbehaving(Counting):
                 time.sleep(0.4)
             case "die":
                 os._exit(3)
+            case "hang up":  # its pipe, and nothing else
+                os.closerange(3, 1000)
+                time.sleep(3600)
             case "number":
                 return Step(12, reward=1.0)  # type: ignore[arg-type]
             case "text":

@@ -20,6 +20,17 @@ def task_of(trainer: pl.Trainer) -> Task | None:
     return task
 
 
+def stop_if_all_failed(batch: RolloutBatch) -> None:
+    """Called once per training rollout.
+
+    Raises:
+        ValueError: if every environment of the rollout failed.
+    """
+    errors = [completion.error for completion in batch.completions]
+    if errors and all(errors):
+        raise ValueError(f"all {len(errors)} environments of this rollout failed; the last one: {errors[-1]}")
+
+
 class TaskConversations:
     """`Conversations` of the run's task and of held-out sets with tasks of their own, where they have environments.
 

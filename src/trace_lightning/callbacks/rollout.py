@@ -33,7 +33,7 @@ from trace_lightning.callbacks.checks import (
     is_last_batch,
     warn_if_uncorrected,
 )
-from trace_lightning.callbacks.conversations import TaskConversations, task_of
+from trace_lightning.callbacks.conversations import TaskConversations, stop_if_all_failed, task_of
 from trace_lightning.callbacks.scorers import Reward, Scorers
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
@@ -242,9 +242,7 @@ class Rollout(Callback):
         self._fill(module, batch, sampling, self.num_generations, record=True)
         # Before refills: these may be a prompt or two, all of whose environments or rewards can fail in a healthy run.
         self.scorers.own.stop_if_all_failed()
-        talk = self._conversations.of(batch)
-        if talk is not None:
-            talk.stop_if_all_failed()
+        stop_if_all_failed(batch)
         if self.dynamic_sampling is not None:
             self._refill(trainer, module, batch, sampling)
 
