@@ -243,9 +243,10 @@ def test_unscored_completions_are_not_learned_from():
     start = weights_of_checkpoint()
     module = make(Sgd)
     with pytest.warns(UserWarning, match="reward"):
-        trainer = fit(
-            module, rollout=Rollout(rewards=[nothing], num_generations=4, sampling=SamplingParams(max_new_tokens=5))
+        rollout = Rollout(
+            rewards=[nothing], num_generations=4, sampling=SamplingParams(max_new_tokens=5), reward_workers=0
         )
+        trainer = fit(module, rollout=rollout)
     assert torch.equal(weights(module), start)
     assert trainer.callback_metrics["rewards/unscored_share"] == 1
     assert math.isfinite(trainer.callback_metrics["loss"])
@@ -357,8 +358,9 @@ def test_a_reward_that_always_raises_stops_the_run():
     def broken(completion, problem):
         raise RuntimeError("no such file")
 
+    sampling = SamplingParams(max_new_tokens=5)
     with pytest.raises(ValueError, match=r"all 16 reward calls.*broken raised RuntimeError: no such file"):
-        fit(make(), rollout=Rollout(rewards=[broken], num_generations=4, sampling=SamplingParams(max_new_tokens=5)))
+        fit(make(), rollout=Rollout(rewards=[broken], num_generations=4, sampling=sampling, reward_workers=0))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,7 @@ def test_score_centering_with_completions_that_are_not_scored():
     sampling = SamplingParams(max_new_tokens=5, record_logprobs=8)
     module = make(Sgd, loss=ScoreCentering(), max_tokens_per_microbatch=1)
     with pytest.warns(UserWarning, match="reward"):
-        fit(module, rollout=Rollout(rewards=[nothing], num_generations=4, sampling=sampling))
+        fit(module, rollout=Rollout(rewards=[nothing], reward_workers=0, num_generations=4, sampling=sampling))
     assert torch.equal(weights(module), weights_of_checkpoint())
 
 
