@@ -242,11 +242,11 @@ def test_unscored_completions_are_not_learned_from():
 
     start = weights_of_checkpoint()
     module = make(Sgd)
+    sampling = SamplingParams(max_new_tokens=5)
     with pytest.warns(UserWarning, match="reward"):
-        rollout = Rollout(
-            rewards=[nothing], num_generations=4, sampling=SamplingParams(max_new_tokens=5), reward_workers=0
+        trainer = fit(
+            module, rollout=Rollout(rewards=[nothing], num_generations=4, sampling=sampling, reward_workers=0)
         )
-        trainer = fit(module, rollout=rollout)
     assert torch.equal(weights(module), start)
     assert trainer.callback_metrics["rewards/unscored_share"] == 1
     assert math.isfinite(trainer.callback_metrics["loss"])

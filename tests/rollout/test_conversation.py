@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,6 +255,19 @@ class TestProcesses:
         pool.end(0)
         assert answers(pool, 1) == [(1, Step("[2]", reward=2.0))]
         pool.end(1)
+        pool.close()
+
+    def test_more_of_them_than_files_may_usually_be_open(self) -> None:
+        pool, (soft, hard) = Processes(Talk(in_process=False), 512), resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
+        try:
+            pool.start(0, Problem(prompt=""))  # and their server, which has this limit to begin with
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in range(1, 160):
+            pool.start(number, Problem(prompt=""))
+        pool.step(159, "ab", 20)
+        assert answers(pool, 1) == [(159, Step("[2]", reward=2.0))]
         pool.close()
 
     def test_after_an_interruption_environments_begin_afresh(self) -> None:

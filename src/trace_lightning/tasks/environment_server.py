@@ -16,6 +16,7 @@ import ctypes
 import gc
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -171,6 +172,8 @@ def main(descriptor: int, lifeline: int) -> None:
     except Exception:  # an import of the user's that fails here; the pool raises it with this traceback
         trainer.send(traceback.format_exc())
         return
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pipe per child, and those that leave take their time
     gc.freeze()  # a child's garbage collector need not touch, and so copy, what it shares with the server
     trainer.send(None)
     _Server(trainer, make).serve()
