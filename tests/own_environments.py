@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -56,6 +57,11 @@ class Misbehaving(Counting):
             case "dawdle":
                 time.sleep(0.4)
             case "die":
+                os._exit(3)
+            case "break off":  # in the middle of its answer
+                for descriptor in range(3, 100):
+                    with contextlib.suppress(OSError):
+                        os.write(descriptor, b"\0\0\1\0 and no more")
                 os._exit(3)
             case "hang up":  # its pipe, and nothing else
                 os.closerange(3, 1000)

@@ -84,7 +84,7 @@ def handed_out(loader: PromptLoader, steps: range, *, peeks: bool) -> list[list[
 @pytest.mark.parametrize("make", [Shuffle, SuccessCurriculum])
 @pytest.mark.parametrize("peeks", [False, True], ids=["", "peeks"])
 def test_a_loader_resumes_exactly(make, peeks: bool) -> None:
-    """From JSON, taken after the feedback of a step; peeking is for rollouts drawn ahead. Epochs have eleven batches."""
+    """From JSON, after the feedback of a step; peeking is for rollouts drawn ahead. Epochs have eleven batches."""
     whole = curriculum(make())
     expected = handed_out(whole, range(24), peeks=peeks)
     if make is Shuffle:

@@ -191,6 +191,7 @@ class TestProcesses:
             "raise": "environment: raised RuntimeError: the tool broke",
             "hang": r"environment: timed out after 0.5 s \(rollout.turns: step_timeout_s=0.5, timeout_s=60\)",
             "die": "environment: its process ended with exit code 3",
+            "break off": "environment: its process ended with exit code 3",
             "hang up": "environment: its process died of SIGKILL",
             "number": "environment: raised TypeError: step returned an observation of type int; a str is expected",
             "text": "environment: raised TypeError: step returned a str; a Step is expected",

@@ -194,7 +194,7 @@ class _Server(WorkerProcess):
         try:
             while True:
                 self.inbox.put(self.connection.recv())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter from one that broke off in the middle of a message
             self.inbox.put(_Ended())
 
     def stop(self) -> str:

@@ -129,7 +129,7 @@ class _Server:
     def _answered(self, child: _Child) -> None:
         try:
             answer = child.connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter from one that broke off in the middle of a message
             self._lost(child, None)
             return
         if child.ended:

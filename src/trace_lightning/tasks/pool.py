@@ -149,7 +149,7 @@ class RewardPool:
     def _read(self, worker: _Worker, calls: Sequence[Call], done: dict[int, list[Outcome]]) -> None:
         try:
             message = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter from one that broke off in the middle of a message
             self._workers.remove(worker)
             how = worker.bury()
             if worker.deadline is not None:
