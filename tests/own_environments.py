@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Misbehaving(Counting):
         return "a first word" if self.how == "say something in reset" else None
 
     def step(self, text: str) -> Any:
+        self.harm_its_process()
         match self.how:
             case "raise":
                 raise RuntimeError("the tool broke")
@@ -55,15 +57,26 @@ class Misbehaving(Counting):
                 time.sleep(3600)
             case "dawdle":
                 time.sleep(0.4)
-            case "die":
-                os._exit(3)
             case "number":
                 return Step(12, reward=1.0)  # type: ignore[arg-type]
             case "text":
                 return "no step"
+            case "surrogate":
+                return Step(os.fsdecode(b"\xff"))
             case "infinite":
                 return Step("fine", reward=float("inf"))
         return super().step(text)
+
+    def harm_its_process(self) -> None:
+        if self.how == "break off":  # in the middle of its answer
+            for descriptor in range(3, 100):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, b"\0\0\1\0 and no more")
+        if self.how in ("die", "break off"):
+            os._exit(3)
+        if self.how == "hang up":  # its pipe, and nothing else
+            os.closerange(3, 1000)
+            time.sleep(3600)
 
 
 class Rendezvous(Counting):

@@ -66,61 +66,35 @@ def test_within_a_source_every_prompt_comes_once_before_one_comes_again() -> Non
     assert seen[:30] != seen[30:60]
 
 
-def test_a_curriculum_resumes_exactly_in_mid_epoch() -> None:
-    """The checkpoint is JSON, taken after the feedback of a step, and the feedback that follows is the same."""
-
-    def feedback(step: int) -> dict[str, tuple[float, float]]:
-        return {"easy": (float(step % 9), 8.0), "hard": (1.0, 8.0)}
-
-    def run(loader: PromptLoader, order: SuccessCurriculum, steps: range) -> list[list[int]]:
-        found, iterator = [], iter(loader)
-        for step in steps:
-            batch = next(iterator, None)
-            if batch is None:
-                iterator = iter(loader)
-                batch = next(iterator)
-            found.append([prompt.uid for prompt in batch.prompts])
-            order.observe(feedback(step))
-        return found
-
-    whole_order = SuccessCurriculum()
-    whole = run(curriculum(whole_order), whole_order, range(25))
-    first_order = SuccessCurriculum()
-    first = curriculum(first_order)
-    begun = run(first, first_order, range(14))
-    second_order = SuccessCurriculum()
-    second = curriculum(second_order)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert begun + run(second, second_order, range(14, 25)) == whole
+def handed_out(loader: PromptLoader, steps: range, *, peeks: bool) -> list[list[int]]:
+    """The uids of each step's batch, with feedback after it; with `peeks` the next batch is chosen before that."""
+    found, iterator = [], iter(loader)
+    for step in steps:
+        batch = next(iterator, None)
+        if batch is None:
+            iterator = iter(loader)
+            batch = next(iterator)
+        found.append([prompt.uid for prompt in batch.prompts])
+        if peeks:
+            assert loader.peek() is loader.peek()
+        loader.order.observe({"easy": (float(step % 9), 8.0), "hard": (1.0, 8.0)})
+    return found
 
 
 @pytest.mark.parametrize("make", [Shuffle, SuccessCurriculum])
-def test_what_is_peeked_at_is_handed_out_next_and_survives_a_checkpoint(make) -> None:
-    """Each batch is chosen while the one before is in work, as for rollouts drawn ahead; epochs have eleven batches."""
-
-    def run(loader: PromptLoader, steps: range, iterator) -> list[list[int]]:
-        found = []
-        for step in steps:
-            batch = next(iterator, None)
-            if batch is None:
-                iterator = iter(loader)
-                batch = next(iterator)
-            found.append([prompt.uid for prompt in batch.prompts])
-            peeked = loader.peek()
-            assert loader.peek() is peeked
-            loader.order.observe({"easy": (float(step % 9), 8.0), "hard": (1.0, 8.0)})
-        return found
-
-    whole, plain, first = (curriculum(make()) for _ in range(3))
-    expected = run(whole, range(24), iter(whole))
+@pytest.mark.parametrize("peeks", [False, True], ids=["", "peeks"])
+def test_a_loader_resumes_exactly(make, peeks: bool) -> None:
+    """From JSON, after the feedback of a step; peeking is for rollouts drawn ahead. Epochs have eleven batches."""
+    whole = curriculum(make())
+    expected = handed_out(whole, range(24), peeks=peeks)
     if make is Shuffle:
+        plain = curriculum(make())
         assert uids(plain) + uids(plain) == expected[:22]
     for stop in (11, 14):  # at the end of an epoch and in the middle of one
-        first = curriculum(make())
-        begun = run(first, range(stop), iter(first))
-        second = curriculum(make())
+        first, second = curriculum(make()), curriculum(make())
+        begun = handed_out(first, range(stop), peeks=peeks)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert begun + run(second, range(stop, 24), iter(second)) == expected
+        assert begun + handed_out(second, range(stop, 24), peeks=peeks) == expected
 
 
 def test_without_peeking_a_checkpoint_is_what_it_was() -> None:

@@ -131,15 +131,15 @@ def test_recorded_distributions_agree_on_both_sides(settings: dict[str, int]) ->
 
 
 class Broken(CalculatorProducts):
-    """The first `bad` conversations find no calculator."""
+    """The first `bad` conversations after `good` healthy ones find no calculator."""
 
-    def __init__(self, bad: int) -> None:
+    def __init__(self, bad: int, good: int = 0) -> None:
         super().__init__()
-        self.bad = bad
+        self.bad, self.good, self.begun = bad, good, 0
 
     def environment(self, problem: Problem) -> Any:
-        self.bad -= 1
-        if self.bad >= 0:
+        self.begun += 1
+        if self.good < self.begun <= self.good + self.bad:
             raise RuntimeError("no calculator")
         return super().environment(problem)
 
@@ -158,6 +158,14 @@ def test_conversations_whose_environment_failed_are_not_learned_from() -> None:
     assert reasons["exact_match"] == "environment: raised RuntimeError: no calculator"
     with pytest.raises(ValueError, match=r"all 32 environments of this rollout failed; .*no calculator"):
         fit(make_module(), Broken(1000))
+
+
+def test_a_refill_whose_environments_all_fail_is_not_the_end() -> None:
+    kept = Batches()
+    fit(make_module(), Broken(1000, good=32), kept, dynamic_sampling=DynamicSampling(max_refills=1))
+    (batch,) = kept.batches
+    assert batch.stats["dynamic_sampling/refills"] == 1
+    assert not any(completion.error for completion in batch.completions)
 
 
 def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path) -> None:

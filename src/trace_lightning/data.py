@@ -183,7 +183,8 @@ class PromptDataModule(pl.LightningDataModule):
                 if self.overlong_prompts == "error":
                     raise ValueError(
                         f"{split} prompt {index} has {len(ids)} tokens, the limit is {limit}. Set "
-                        "data.overlong_prompts to drop or truncate_left, or lower rollout.sampling.max_new_tokens."
+                        "data.overlong_prompts to drop or truncate_left, or lower rollout.sampling.max_new_tokens (in "
+                        "conversations rollout.turns.max_total_tokens)."
                     )
                 if self.overlong_prompts == "drop":
                     continue

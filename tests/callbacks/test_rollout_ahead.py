@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -220,7 +221,9 @@ def test_ctrl_c_leaves_no_thread_and_keeps_the_checkpoint(tmp_path: Path) -> Non
                 raise
 
     rollout.engine.act = act
-    handler, folder = signal.getsignal(signal.SIGINT), {"default_root_dir": tmp_path, "enable_checkpointing": True}
+    # Not as it was: a process that a shell started in the background ignores Ctrl-C.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder = {"default_root_dir": tmp_path, "enable_checkpointing": True}
     try:
         with pytest.raises(SystemExit):
             fit(rollout, first, RunCheckpoint(), max_steps=5, **folder)
@@ -263,3 +266,8 @@ def test_a_loader_without_a_next_batch_is_refused() -> None:
 def test_old_completions_without_a_correction_are_said_once(settings: dict[str, Any], said: bool, caplog: Any) -> None:
     fit(make_rollout(), max_steps=1, module=make_module(**settings))
     assert ("nothing weighs them by the ratio" in caplog.text) == said
+
+
+def test_the_callback_can_be_pickled() -> None:
+    """As launchers do that spawn their ranks."""
+    assert pickle.loads(pickle.dumps(make_rollout())).max_version_diff == 1

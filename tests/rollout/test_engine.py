@@ -668,3 +668,13 @@ class TestTruncatedSampling:
         generation = engine.generate(PROMPTS, params, num_samples=2, record_guidance=True)
         scored = Scorer(PROMPTS, generation, 2).logprobs(policy, 0.8, with_support=True)
         assert (scored - rollout_logprobs(generation)).abs().max() <= 1e-5
+
+
+def test_a_rollout_leaves_the_policys_angles_alone() -> None:
+    """Which transformers rewrites in a forward pass beyond the original context; the trainer's may run beside it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16} | factors
+    policy = make_policy("llama", PLAIN, rope_parameters=rope)
+    angles = policy.get_decoder().rotary_emb.inv_freq.clone()
+    make_engine(policy, PLAIN, decoder="fused").generate(PROMPTS, GREEDY)
+    assert torch.equal(policy.get_decoder().rotary_emb.inv_freq, angles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +18,17 @@ def task_of(trainer: pl.Trainer) -> Task | None:
     """The task of the data module; None: prompts come from elsewhere."""
     task: Task | None = getattr(getattr(trainer, "datamodule", None), "task", None)
     return task
+
+
+def stop_if_all_failed(batch: RolloutBatch) -> None:
+    """Called once per training rollout.
+
+    Raises:
+        ValueError: if every environment of the rollout failed.
+    """
+    errors = [completion.error for completion in batch.completions]
+    if errors and all(errors):
+        raise ValueError(f"all {len(errors)} environments of this rollout failed; the last one: {errors[-1]}")
 
 
 class TaskConversations:
@@ -51,8 +62,10 @@ class TaskConversations:
                 )
             variables = getattr(data, "chat_template_kwargs", None)
             talk = Conversations(task, module.tokenizer, self.limits or TurnLimits(), variables)
-            for problem in chain(islice(task.train_problems(), 1), islice(task.heldout_problems(), 1)):
-                talk.encode.check(problem)
+            problems = chain(task.train_problems(), task.heldout_problems())
+            chat = next((problem for problem in problems if not isinstance(problem.prompt, str)), None)
+            if chat is not None:
+                talk.encode.check(chat)
             self._by_task[id(task)] = talk
         if self.limits is not None and not self._by_task:
             raise ValueError("rollout.turns is set, but no task has environments (Task.environment): set it to null")

@@ -33,7 +33,7 @@ from trace_lightning.callbacks.checks import (
     is_last_batch,
     warn_if_uncorrected,
 )
-from trace_lightning.callbacks.conversations import TaskConversations, task_of
+from trace_lightning.callbacks.conversations import TaskConversations, stop_if_all_failed, task_of
 from trace_lightning.callbacks.scorers import Reward, Scorers
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.data import run_seed
@@ -169,6 +169,8 @@ class Rollout(Callback):
             "rollout.num_generations": self.num_generations,
             "rollout.rewards": self.scorers.own.names,
             "rollout.turns": self.turns,
+            "rollout.dynamic_sampling": self.dynamic_sampling,
+            "rollout.max_version_diff": self.max_version_diff,
             "data.batch_size": getattr(data, "batch_size", None),
             "number of training prompts": len(prompts),
             "checksum of the training prompts": zlib.crc32(repr(prompts).encode()),
@@ -238,12 +240,11 @@ class Rollout(Callback):
         seed = (run_seed() * 1_000_003 + self.sampling.seed) * 1_000_003 + number
         sampling = dataclasses.replace(self.sampling, seed=seed)
         self._fill(module, batch, sampling, self.num_generations, record=True)
+        # Before refills: these may be a prompt or two, all of whose environments or rewards can fail in a healthy run.
+        self.scorers.own.stop_if_all_failed()
+        stop_if_all_failed(batch)
         if self.dynamic_sampling is not None:
             self._refill(trainer, module, batch, sampling)
-        self.scorers.own.stop_if_all_failed()
-        talk = self._conversations.of(batch)
-        if talk is not None:
-            talk.stop_if_all_failed()
 
     def _now(self, trainer: pl.Trainer, draw: Callable[[], None]) -> None:
         """Draw while the trainer waits."""

@@ -44,7 +44,7 @@ class SoftOverlong(LengthPenalty):
 
     Args:
         cache: c, tokens before the limit at which it begins; DAPO has 4096 of 20480.
-        max_length: L; None takes the rollout's `max_new_tokens`. Below that, answers between L and the limit get -1.
+        max_length: L; None takes the rollout's limit. Below that, answers between L and the limit get -1.
         weight: factor on the term.
     """
 
@@ -67,8 +67,8 @@ class SoftOverlong(LengthPenalty):
         end = limit if self.max_length is None else self.max_length
         if end < self.cache:
             raise ValueError(
-                f"length_penalty.cache={self.cache} exceeds rollout.sampling.max_new_tokens={end}: every answer would "
-                "be punished"
+                f"length_penalty.cache={self.cache} exceeds the {end} tokens that an answer may have "
+                "(rollout.sampling.max_new_tokens, in conversations those of all turns): every answer would be punished"
             )
         return self.weight * ((end - self.cache - lengths_PG) / self.cache).clamp(-1.0, 0.0)
 

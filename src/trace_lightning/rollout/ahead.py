@@ -43,7 +43,7 @@ class Ahead:
         self._stream: Any = None
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
-        self._stopped = threading.Event()
+        self._stopped = False  # no Event: callbacks are pickled by launchers that spawn
 
     @property
     def in_flight(self) -> bool:
@@ -62,7 +62,7 @@ class Ahead:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="rollout-ahead")
-        self._stopped.clear()
+        self._stopped = False
         self._drawing = self._executor.submit(self._run, draw)
 
     def _run(self, draw: Draw) -> None:
@@ -98,12 +98,12 @@ class Ahead:
         Raises:
             DrawingStopped: if `stop` waits for it to end.
         """
-        if self._stopped.is_set() and threading.current_thread() is self._thread:
+        if self._stopped and threading.current_thread() is self._thread:
             raise DrawingStopped
 
     def stop(self) -> None:
         """End the thread, and with it what is in flight: nobody takes it, so what it raised is dropped as well."""
-        self._stopped.set()
+        self._stopped = True
         if self._executor is not None:
             self._executor.shutdown()
         self._executor = self._drawing = self._thread = None

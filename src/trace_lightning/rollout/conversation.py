@@ -51,8 +51,6 @@ class Conversations:
         self.encode = ObservationEncoder(tokenizer, task.observation_role, template_variables)
         self.pool = environment_pool(task, limits.max_environments)
         self.failures = {"errors": 0, "timeouts": 0}  # over the whole run
-        self._last_error = ""
-        self._failed = self._ended = 0
         self._asked: dict[int, Sequence] = {}
         self._alive: set[int] = set()
 
@@ -63,7 +61,6 @@ class Conversations:
         self._context = context_limit
         self._asked, self._alive, self._spent = {}, set(), defaultdict[int, float](float)
         self.num_steps, self.step_seconds, self.wait_seconds = 0, 0.0, 0.0
-        self._failed = self._ended = 0
 
     def start(self, sequence: Sequence) -> None:
         """A sequence draws its first token: its environment may get ready."""
@@ -127,18 +124,16 @@ class Conversations:
 
     def _failure(self, sequence: Sequence, failure: Failure) -> None:
         limits = f" (rollout.turns: step_timeout_s={self.limits.step_timeout_s:g}, timeout_s={self.limits.timeout_s:g})"
-        reason = sequence.error = self._last_error = f"environment: {failure.reason}{limits * failure.timed_out}"
+        sequence.error = f"environment: {failure.reason}{limits * failure.timed_out}"
         kind = "timeouts" if failure.timed_out else "errors"
         self.failures[kind] += 1
-        self._failed += 1
         if self.failures[kind] == 1:
             text = sequence.turns[-1].text[:80]
-            log.warning("%s on %r; the completion is not scored\n%s", reason, text, failure.traceback)
+            log.warning("%s on %r; the completion is not scored\n%s", sequence.error, text, failure.traceback)
         self._end(sequence, "stop")
 
     def _end(self, sequence: Sequence, finish_reason: str) -> None:
         sequence.finish_reason = finish_reason
-        self._ended += 1
         self._alive.remove(sequence.number)
         self.pool.end(sequence.number)
 
@@ -147,15 +142,6 @@ class Conversations:
         """Steps of environments in this rollout, the seconds they took, and seconds with nothing to do but wait."""
         seconds = {"env_seconds": self.step_seconds, "env_wait_seconds": self.wait_seconds}
         return {"env_steps": float(self.num_steps)} | seconds
-
-    def stop_if_all_failed(self) -> None:
-        """Called once per training rollout.
-
-        Raises:
-            ValueError: if every environment of the rollout failed.
-        """
-        if self._ended and self._failed == self._ended:
-            raise ValueError(f"all {self._ended} environments of this rollout failed; the last one: {self._last_error}")
 
     def close(self) -> None:
         """End the processes; another rollout starts new ones."""

@@ -18,6 +18,7 @@ linears and attention run in the compute dtype.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ class FusedDecoder(Decoder):
                 f"the fused decoder knows the activations {', '.join(_ACTIVATIONS)}, not {config.hidden_act}, which "
                 f"{type(model).__name__} has: use engine.decoder=hf"
             )
-        self.rotary, self.activation = body.rotary_emb, _ACTIVATIONS[config.hidden_act]
+        # A copy: where angles follow the length (longrope, dynamic) a forward pass rewrites the module's own.
+        self.rotary, self.activation = copy.deepcopy(body.rotary_emb), _ACTIVATIONS[config.hidden_act]
         self.rope_is_static = getattr(body.rotary_emb, "rope_type", "default") in _STATIC_ROPE
         self._rope_table: tuple[Tensor, Tensor] | None = None
         quantized = {name for group in read_layout(model, recipe).groups for name in group.names}

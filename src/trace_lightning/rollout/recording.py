@@ -56,7 +56,7 @@ class RolloutRecording:
         """Time spent on storing and reading back; what kernels spend on writing is part of the kernels' time."""
         if not self._events:
             return self._host_seconds
-        torch.cuda.synchronize(self.kv.device)
+        self._events[-1][1].synchronize()  # not the device, on which the trainer may be at work
         return sum(begin.elapsed_time(end) for begin, end in self._events) * 1e-3
 
     def begin_prefill(

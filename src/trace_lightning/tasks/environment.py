@@ -109,7 +109,7 @@ def _checked(returned: Any) -> Step:
 
     Raises:
         TypeError: something else; the message says where.
-        ValueError: a reward that is no finite number.
+        ValueError: a reward that is no finite number, or text with half a surrogate pair, which no tokenizer takes.
     """
     if not isinstance(returned, Step):
         raise TypeError(f"step returned a {type(returned).__name__}; a Step is expected")
@@ -117,6 +117,7 @@ def _checked(returned: Any) -> Step:
         raise TypeError(
             f"step returned an observation of type {type(returned.observation).__name__}; a str is expected"
         )
+    returned.observation.encode()
     return Step(str(returned.observation), bool(returned.done), checked_score("step", 0, returned.reward).value)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import subprocess
 import threading
 import time
 import weakref
@@ -28,7 +27,6 @@ from trace_lightning.tasks.pool import START_LIMIT
 from trace_lightning.tasks.process import WorkerProcess, packed
 from trace_lightning.types import Problem
 
-_GRACE = 1.0  # seconds
 _WAY_OUT = (
     "Keep plain data, or set environments_in_process=True on the task to run them without a time limit inside the "
     "training process"
@@ -98,6 +96,8 @@ class InProcess(EnvironmentPool):
         return answers
 
     def close(self) -> None:
+        for playing in self._playing.values():
+            playing.close()
         self._playing, self._answers = {}, []
 
 
@@ -148,10 +148,8 @@ class Processes(EnvironmentPool):
             while True:
                 message = server.inbox.get(timeout=wait) if wait and not found else server.inbox.get_nowait()
                 if isinstance(message, _Ended):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        server.process.wait(_GRACE)  # its pipe closes a moment before it has ended
                     self._servers.clear()
-                    raise ValueError(f"the server of the environments {server.stop()}")
+                    raise ValueError(f"the server of the environments {server.bury()}")
                 if self._ready:
                     found.append(message)
                 elif message is not None:
@@ -196,7 +194,7 @@ class _Server(WorkerProcess):
         try:
             while True:
                 self.inbox.put(self.connection.recv())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter from one that broke off in the middle of a message
             self.inbox.put(_Ended())
 
     def stop(self) -> str:

@@ -16,6 +16,7 @@ import ctypes
 import gc
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -53,11 +54,10 @@ class _Child:
         """Since it was asked."""
         return 0.0 if self.deadline is None else time.monotonic() - self.deadline + self.limit
 
-    def bury(self, *, kill: bool) -> str:
-        """Take its exit status, having killed it or not; how it ended."""
+    def bury(self) -> str:
+        """Kill it, which does not change the status of one that has ended already; how it ended."""
         self.deadline = None
-        if kill:
-            os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         self.connection.close()
         return ending(os.waitstatus_to_exitcode(status))
@@ -82,7 +82,7 @@ class _Server:
                     self._answered(by_connection[connection])  # type: ignore[index]
             for child in everyone:
                 if child.deadline is not None and child.deadline <= time.monotonic():
-                    self._lost(child, Failure(f"timed out after {child.limit:g} s", timed_out=True), kill=True)
+                    self._lost(child, Failure(f"timed out after {child.limit:g} s", timed_out=True))
             try:
                 for _ in range(_MESSAGES_AT_ONCE):
                     if self.trainer not in ready or not self.trainer.poll():
@@ -129,18 +129,18 @@ class _Server:
     def _answered(self, child: _Child) -> None:
         try:
             answer = child.connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            self._lost(child, None, kill=False)
+        except (EOFError, OSError):  # the latter from one that broke off in the middle of a message
+            self._lost(child, None)
             return
         if child.ended:
             return
         self.trainer.send((child.number, pickle.loads(answer), child.seconds))
         child.deadline = None
 
-    def _lost(self, child: _Child, failure: Failure | None, *, kill: bool) -> None:
+    def _lost(self, child: _Child, failure: Failure | None) -> None:
         """A child that is gone, or has to be; the trainer hears of it if it waits for an answer."""
         asked, seconds = child.deadline is not None, child.seconds
-        how = child.bury(kill=kill)
+        how = child.bury()
         if child.ended:
             self.leaving.remove(child)
             return
@@ -172,6 +172,8 @@ def main(descriptor: int, lifeline: int) -> None:
     except Exception:  # an import of the user's that fails here; the pool raises it with this traceback
         trainer.send(traceback.format_exc())
         return
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pipe per child, and those that leave take their time
     gc.freeze()  # a child's garbage collector need not touch, and so copy, what it shares with the server
     trainer.send(None)
     _Server(trainer, make).serve()

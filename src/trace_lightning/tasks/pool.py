@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
 import weakref
 from collections import deque
@@ -150,11 +149,9 @@ class RewardPool:
     def _read(self, worker: _Worker, calls: Sequence[Call], done: dict[int, list[Outcome]]) -> None:
         try:
             message = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter from one that broke off in the middle of a message
             self._workers.remove(worker)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(_GRACE)  # its pipe closes a moment before it has ended
-            how = worker.stop()
+            how = worker.bury()
             if worker.deadline is not None:
                 raise ValueError(f"a reward worker {how} before it was ready") from None
             for number in worker.calls:
