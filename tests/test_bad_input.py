@@ -145,3 +145,25 @@ def test_the_prepare_verb_knows_its_models(monkeypatch, capsys):
         main()
     assert stopped.value.code == 2
     assert "smollm2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wanted"),
+    [
+        ("hopper", "recipe.trainer. A file of number formats, such as configs/recipes/hopper.yaml, is no --config"),
+        ("weights: nvfp4", "give it as --recipe FILE, behind --config configs/grpo_fp4.yaml"),
+        ("grpo", "comes behind one: --config configs/grpo_fp4.yaml --config RECIPE.yaml"),
+    ],
+)
+def test_a_recipe_without_a_config_says_where_it_belongs(recipe, wanted, tmp_path, monkeypatch, capsys):
+    path = Path(FP4).parent / "recipes" / f"{recipe}.yaml"
+    if ":" in recipe:
+        path = tmp_path / "formats.yaml"
+        path.write_text(recipe)
+    monkeypatch.setattr(sys, "argv", ["trace-fit", "fit", "--config", str(path)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert wanted in message
+    assert "Did you mean" not in message
