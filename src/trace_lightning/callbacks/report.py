@@ -140,10 +140,10 @@ def _program(path: str) -> list[str]:
 
 
 def _peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak in GB of this process on its device, or on the host if it has no other."""
+    """Peak of this process on its device, or on the host if it has no other; 1e9 bytes, as `trace-fit estimate`."""
     if device.type == "cuda":
-        return {"on the first GPU": torch.cuda.max_memory_reserved(device) / 2**30}
-    return {"of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        return {"on the first GPU": torch.cuda.max_memory_reserved(device) / 1e9}
+    return {"of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
 
 
 class _Warnings(logging.Handler):
