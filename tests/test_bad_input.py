@@ -139,6 +139,16 @@ def test_a_missing_verb_lists_the_verbs(monkeypatch, capsys):
     assert "fit" in capsys.readouterr().err
 
 
+def test_a_mistyped_verb_finds_those_beside_lightnings(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trace-fit", "raport", "runs"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "bench, estimate, probe, report" in message
+    assert "Did you mean: report?" in message
+
+
 def test_the_prepare_verb_knows_its_models(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["trace-fit", "prepare", "llama"])
     with pytest.raises(SystemExit) as stopped:

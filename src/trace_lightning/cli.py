@@ -84,8 +84,10 @@ class TraceParser(LightningArgumentParser):
         """Print the message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        hint = way_out(message)
-        if hint is None and (near := did_you_mean(message, vocabulary(self, COMPONENTS))):
+        hint, known = way_out(message), vocabulary(self, COMPONENTS) | _COMMANDS.keys()
+        if "argument subcommand: invalid choice" in message:
+            message += f", and {', '.join(_COMMANDS)}"
+        if hint is None and (near := did_you_mean(message, known)):
             hint = f"Did you mean: {', '.join(near)}?"
         parts = [f"trace-fit: error: {message}", hint, "(trace-fit fit --help lists all options)"]
         print("\n".join(filter(None, parts)), file=sys.stderr)

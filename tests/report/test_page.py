@@ -167,6 +167,15 @@ def test_bad_folders_are_refused_in_one_line(tmp_path, monkeypatch, capsys, comm
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["metrics.csv"]
 
 
+def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch, capsys) -> None:
+    folder = write_run(tmp_path / "version_0")
+    for out, why in ((".", "is a folder"), (folder / "run.json" / "a.html", "cannot be written: ")):
+        with pytest.raises(SystemExit) as ended:
+            trace_fit(monkeypatch, "report", folder, "--out", out)
+        assert ended.value.code == 2
+        assert f"--out {out} {why}" in capsys.readouterr().err
+
+
 class TestCompare:
     @pytest.fixture
     def runs(self, tmp_path):
