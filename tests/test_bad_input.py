@@ -139,9 +139,41 @@ def test_a_missing_verb_lists_the_verbs(monkeypatch, capsys):
     assert "fit" in capsys.readouterr().err
 
 
+def test_a_mistyped_verb_finds_those_beside_lightnings(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trace-fit", "raport", "runs"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "bench, estimate, probe, report" in message
+    assert "Did you mean: report?" in message
+
+
 def test_the_prepare_verb_knows_its_models(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["trace-fit", "prepare", "llama"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
     assert "smollm2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wanted"),
+    [
+        ("hopper", "recipe.trainer. A file of number formats, such as configs/recipes/hopper.yaml, is no --config"),
+        ("weights: nvfp4", "give it as --recipe FILE, behind --config configs/grpo_fp4.yaml"),
+        ("grpo", "comes behind one: --config configs/grpo_fp4.yaml --config RECIPE.yaml"),
+    ],
+)
+def test_a_recipe_without_a_config_says_where_it_belongs(recipe, wanted, tmp_path, monkeypatch, capsys):
+    path = Path(FP4).parent / "recipes" / f"{recipe}.yaml"
+    if ":" in recipe:
+        path = tmp_path / "formats.yaml"
+        path.write_text(recipe)
+    monkeypatch.setattr(sys, "argv", ["trace-fit", "fit", "--config", str(path)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert wanted in message
+    assert "Did you mean" not in message

@@ -55,14 +55,14 @@ def test_guidance_brings_fp4_to_the_bf16_floor(agreement, name, allowed):
 
 @pytest.mark.slow
 def test_fp4_rollouts_train(tmp_path, monkeypatch):
-    """A third of the demo; seeds 0 to 2 stood at .74 to .76 here, having started from .43."""
+    """A sixth of the demo; seeds 0 to 2 stood at .67 to .68 here, having started from .44."""
     config = str(ROOT / "configs" / "grpo_fp4.yaml")
-    arguments = ["--trainer.max_steps", "40", "--runs_dir", str(tmp_path)]
+    arguments = ["--trainer.max_steps", "20", "--runs_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["trace-fit", "fit", "--config", config, *arguments])
     main()
     summary = json.loads((tmp_path / "grpo_fp4" / "version_0" / "summary.json").read_text())
-    assert summary["heldout"]["last"] >= 0.65
-    assert summary["heldout"]["last"] >= summary["heldout"]["first"] + 0.2
+    assert summary["heldout"]["last"] >= 0.6
+    assert summary["heldout"]["last"] >= summary["heldout"]["first"] + 0.16
     formats = {key: summary["recipe"][key] for key in ("weights", "activations", "kv_cache", "guidance")}
     assert formats == {"weights": "nvfp4", "activations": "nvfp4", "kv_cache": "nvfp4", "guidance": "parity"}
     assert summary["code_mismatch"]["after"] <= 0.01

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, P
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from transformers import AutoModelForCausalLM
 
+import scripts
 from trace_lightning.callbacks import (
     CompletionsLogger,
     HFExport,
@@ -219,20 +219,19 @@ class TestStopped:
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_signal(self, tmp_path, number: signal.Signals) -> None:
-        command = [sys.executable, "-m", "trace_lightning.cli", "fit", *SMALL, "--runs_dir", str(tmp_path)]
-        env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}"}
-        command += ["--trainer.max_steps", "100000"]
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        log = tmp_path / "log"
+        arguments = ["fit", *SMALL, "--runs_dir", str(tmp_path), "--trainer.max_steps", "100000"]
+        process = scripts.start(main, *arguments, folder=tmp_path, out=log, err=log)
         try:
             metrics = tmp_path / "r" / "version_0" / "metrics.csv"
             deadline = time.monotonic() + 120
-            while process.poll() is None and time.monotonic() < deadline:
+            while process.is_alive() and time.monotonic() < deadline:
                 if metrics.exists() and len(metrics.read_text().splitlines()) > 3:
                     break
                 time.sleep(0.1)
-            process.send_signal(number)
-            assert process.wait(timeout=60) != 0
+            os.kill(process.pid, number)
+            process.join(60)
+            assert process.exitcode == (1 if number == signal.SIGINT else 128 + number), log.read_text()
         finally:
             process.kill()
         folder = tmp_path / "r" / "version_0"

@@ -40,6 +40,12 @@ STAND_IN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """`curves.png` takes two thirds of the time of so short a run, and test_cli_run.py looks at it."""
+    monkeypatch.setattr("trace_lightning.callbacks.summary.draw_curves", lambda *_: None)
+
+
 def run(monkeypatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["trace-fit", *arguments])
     monkeypatch.setenv("TRACE_LIGHTNING_DEBUG", "1")

@@ -6,8 +6,6 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+import scripts
 from trace_lightning import callbacks
 from trace_lightning.callbacks import Rollout
 from trace_lightning.cli import COMPONENTS
@@ -84,15 +83,21 @@ def test_a_class_without_docs_would_be_found():
     assert not any(inspect.isabstract(cls) for cls in REACHABLE)
 
 
+def mkdocs() -> None:
+    from mkdocs.__main__ import cli
+
+    cli()
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="extra docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = scripts.run(mkdocs, "build", "--strict", "--site-dir", str(tmp_path), folder=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     page = (tmp_path / "configuration.html").read_text()
     for cls in REACHABLE:
         assert f'id="{path_of(cls)}"' in page
     assert "lower clip of the ratio, 1 - epsilon" in page
+    assert "train_without_cli.py --steps 30" in (tmp_path / "api.html").read_text()
 
 
 def test_figures_are_drawn_and_say_what_the_page_says(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import scripts
 from trace_lightning.cli import TraceCLI
 from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
 
@@ -49,8 +50,7 @@ ARGUMENTS = {
 
 
 def run(name: str, folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *ARGUMENTS[name]]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return scripts.run(EXAMPLES / f"{name}.py", *ARGUMENTS[name], folder=folder)
 
 
 def check_guidance_study(folder: Path) -> None:

@@ -20,6 +20,7 @@ What a run shows and leaves behind are callbacks, added here unless the user con
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import logging
 import os
@@ -31,6 +32,8 @@ from typing import Any, NoReturn
 from trace_lightning.quiet import quiet_imports, quiet_runtime
 
 quiet_imports()
+_COLLECTS = gc.isenabled()
+gc.disable()  # a tenth of the five seconds of these imports is looking for garbage that they do not make
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
@@ -53,9 +56,12 @@ from trace_lightning.loading import PromptOrder
 from trace_lightning.module import PolicyModule
 from trace_lightning.rl import AdvantageEstimator, Correction, KLEstimator, LengthPenalty, PolicyLoss
 from trace_lightning.rollout.base import RolloutEngine
-from trace_lightning.suggestions import did_you_mean, vocabulary
+from trace_lightning.suggestions import did_you_mean, vocabulary, way_out
 from trace_lightning.tasks import RewardFn, Task
 from trace_lightning.types import QuantRecipe
+
+if _COLLECTS:
+    gc.enable()
 
 DESCRIPTION = (
     "RL post-training with FP4 rollouts. Also: `trace-fit prepare smollm2` fetches a small pretrained model, "
@@ -78,9 +84,13 @@ class TraceParser(LightningArgumentParser):
         """Print the message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        near = did_you_mean(message, vocabulary(self, COMPONENTS))
-        hint = f"\nDid you mean: {', '.join(near)}?" if near else ""
-        print(f"trace-fit: error: {message}{hint}\n(trace-fit fit --help lists all options)", file=sys.stderr)
+        hint, known = way_out(message), vocabulary(self, COMPONENTS) | _COMMANDS.keys()
+        if "argument subcommand: invalid choice" in message:
+            message += f", and {', '.join(_COMMANDS)}"
+        if hint is None and (near := did_you_mean(message, known)):
+            hint = f"Did you mean: {', '.join(near)}?"
+        parts = [f"trace-fit: error: {message}", hint, "(trace-fit fit --help lists all options)"]
+        print("\n".join(filter(None, parts)), file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""Did you mean: from an error of the parser to the options and class names that are spelled nearly the same."""
+"""From an error of the parser to the way out, or to the options and class names that are spelled nearly the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from argparse import ArgumentParser, _SubParsersAction
 
 # What a message quotes from the input: 'quoted', --option, a dotted or snake_case name, a ClassName.
 _QUOTED = re.compile(r"'([\w.]+)'|--([\w.]+)|\b(\w+[._]\w[\w.]*)|\b([A-Z]\w*[A-Z]\w*)")
+_FORMATS_ALONE = (
+    "A file of number formats, such as configs/recipes/hopper.yaml, is no --config: give it as --recipe FILE, behind "
+    "--config configs/grpo_fp4.yaml or a config of yours."
+)
+_WAYS_OUT = {  # of errors whose own words name neither the mistake nor what to do
+    r'Parser key "trainer":\s+Unable to load config': "trainer holds the settings of Lightning's Trainer; whether the "
+    f"trainer rounds is recipe.trainer. {_FORMATS_ALONE}",
+    r"does not accept option '(weights|activations|kv_cache|guidance|kv_rotation|bf16_layers)'": _FORMATS_ALONE,
+    r"arguments are required: .*(model\.path|data\.task)": "A config or an option has to name them. A file of "
+    "configs/recipes changes a config and comes behind one: --config configs/grpo_fp4.yaml --config RECIPE.yaml.",
+}
+
+
+def way_out(message: str) -> str | None:
+    """What to do about an error of the parser, where that is known."""
+    return next((text for pattern, text in _WAYS_OUT.items() if re.search(pattern, message)), None)
 
 
 def vocabulary(parser: ArgumentParser, components: tuple[type, ...]) -> set[str]:

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["trace_lightning.cli", "torch.distributed.fsdp"])  # installed, so found by the server
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trace_lightning.cli", "torch.distributed.fsdp"])  # installed, so found by the server
 
 
 def free_port() -> int:
@@ -51,7 +51,7 @@ def start(
     function: Callable[..., None], world_size: int, folder: Path, *arguments: Any, gpus: bool = False
 ) -> list[BaseProcess]:
     """The ranks, running; rank r writes to `rank<r>.log` in `folder`."""
-    context = multiprocessing.get_context("spawn") if gpus else _CONTEXT
+    context = multiprocessing.get_context("spawn") if gpus else CONTEXT
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ranks import launch, worker
 from ranks.launch import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +66,11 @@ def test_torchrun(tmp_path) -> None:
 
 
 def test_bad_input_is_said_by_one_rank(tmp_path) -> None:
-    arguments = ["--trainer.devices", "2", "--data.batch_size", "6000"]
-    done = run(tmp_path, "one_node.sh", *arguments)
-    assert done.returncode != 0
-    assert done.stderr.count("trace-fit: error: on every rank: ValueError: TwoDigitAddition has") == 1
+    arguments = [*SMALL, "--trainer.devices", "2", "--data.batch_size", "6000", "--runs_dir", str(tmp_path)]
+    ranks = launch.start(worker.trace_fit, 2, tmp_path, "fit", *arguments)
+    assert launch.finish(ranks, tmp_path) == [2, 2]
+    said = launch.logs(tmp_path)
+    assert said.count("trace-fit: error: on every rank: ValueError: TwoDigitAddition has") == 1, said
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import tiny
 from own_rewards import HangsOnce
 from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
+from trace_lightning.cli import main
 from trace_lightning.data import PromptDataModule
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.sharding import Weights, shard_policy, whole
@@ -360,6 +362,12 @@ def other_model(folder: Path, kind: str, path: str, checkpoint: str) -> None:
         trainer.fit(PolicyModule(path=path, recipe=GUIDED), make_data(), ckpt_path=checkpoint)
     except ValueError as caught:
         torch.save((str(caught), getattr(caught, "is_mine_to_say", None)), folder / f"other_{trainer.global_rank}.pt")
+
+
+def trace_fit(*arguments: str) -> None:
+    """The command line."""
+    sys.argv = ["trace-fit", *arguments]
+    main()
 
 
 def on_gpus(folder: Path, *arguments: str) -> None:

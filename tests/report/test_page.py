@@ -12,11 +12,12 @@ import pytest
 
 from made_up_runs import write_run
 from trace_lightning.cli import main
-from trace_lightning.report.charts import CHARTS
+from trace_lightning.report.charts import CHARTS, other_drawings, run_drawings
 from trace_lightning.report.compare import number_rows, run_labels, setting_rows
 from trace_lightning.report.page import run_page
 from trace_lightning.report.run import read_run
 from trace_lightning.report.samples import SampleReader
+from trace_lightning.report.series import Series
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium")
@@ -52,6 +53,18 @@ def test_report_of_a_large_run_is_small(tmp_path, monkeypatch, capsys) -> None:
     assert max(spike["y"]) > 2  # one step of 3000
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", page.replace(json.dumps(data), ""))
     assert page.count("</script>") == 3  # those in completions do not end the data
+
+
+def test_the_phases_of_a_step_add_up_to_it_also_when_rollouts_are_ahead(tmp_path) -> None:
+    run = read_run(write_run(tmp_path / "version_0", steps=3))
+    rows = len(run.metrics["reward"])
+    run.metrics["timing/rollout_wait_s"] = Series(list(range(rows)), [0.25] * rows)
+    stacked = {drawing.title: [c.label for c in drawing.curves] for drawing in run_drawings(run) if drawing.stacked}
+    assert stacked == {
+        "Time per step": ["sync", "rollout wait", "train"],
+        "Time beside training": ["rollout", "reward"],
+    }
+    assert "timing/rollout_wait_s" not in {drawing.title for drawing in other_drawings(run)}
 
 
 @needs_browser
@@ -154,6 +167,15 @@ def test_bad_folders_are_refused_in_one_line(tmp_path, monkeypatch, capsys, comm
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["metrics.csv"]
 
 
+def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch, capsys) -> None:
+    folder = write_run(tmp_path / "version_0")
+    for out, why in ((".", "is a folder"), (folder / "run.json" / "a.html", "cannot be written: ")):
+        with pytest.raises(SystemExit) as ended:
+            trace_fit(monkeypatch, "report", folder, "--out", out)
+        assert ended.value.code == 2
+        assert f"--out {out} {why}" in capsys.readouterr().err
+
+
 class TestCompare:
     @pytest.fixture
     def runs(self, tmp_path):
@@ -180,6 +202,15 @@ class TestCompare:
         assert setting_rows(read) == differ
         assert run_labels(read) == ["a", "b"]
         assert run_labels([read[0], read[0]]) == [str(runs[0])] * 2
+
+    def test_settings_that_differ_late_or_inside_a_list_are_shown(self, runs) -> None:
+        read = [read_run(folder) for folder in runs]
+        for run, end in zip(read, "ab", strict=True):
+            run.config = {"path": f"/data/{'x' * 80}/step_{end}", "sets": [{"name": end}], "same": "y" * 80}
+        rows = setting_rows(read)
+        assert [row[0] for row in rows] == ["path", "sets"]
+        assert rows[0][1].endswith("x/step_a")
+        assert rows[1][1:] == ['{"name": "a"}', '{"name": "b"}']
 
     def test_page(self, runs, tmp_path, monkeypatch, capsys) -> None:
         trace_fit(monkeypatch, "compare", *runs, "--out", tmp_path / "compare.html")

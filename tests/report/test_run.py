@@ -66,3 +66,5 @@ def test_broken_side_files_and_a_resumed_run(tmp_path) -> None:
     run = read_run(folder)
     assert [note.split()[0] for note in run.notes] == ["summary.json", "config.yaml", "resumed"]
     assert run.status == "finished"
+    (folder / "run.json").write_text('{"resumed_from": null}')  # not resumed, but logged only now and then
+    assert len(read_run(folder).notes) == 2

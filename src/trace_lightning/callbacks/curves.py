@@ -15,7 +15,7 @@ from typing import Any
 
 from trace_lightning.callbacks.history import RunHistory, measured
 from trace_lightning.metrics import position_curve, position_slope, site_means
-from trace_lightning.report.charts import PHASES
+from trace_lightning.report.charts import PHASES, PHASES_AHEAD
 from trace_lightning.report.series import running_mean
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe-Ito: told apart by colour-blind readers and in grey
@@ -119,7 +119,8 @@ def _single(axis: Any, history: RunHistory, name: str, title: str, ylabel: str, 
 
 def _phases(axis: Any, history: RunHistory) -> None:
     steps = _steps(history)
-    columns = {phase: history.column(f"{phase}_s") for phase in PHASES}
+    names = PHASES_AHEAD if measured(history.column("rollout_wait_s")) else PHASES
+    columns = {phase: history.column(f"{phase}_s") for phase in names}
     columns = {p: [0.0 if math.isnan(v) else v for v in values] for p, values in columns.items() if measured(values)}
     if len(steps) > _MAX_BARS:
         axis.stackplot(steps, *columns.values(), labels=list(columns), colors=_COLORS)

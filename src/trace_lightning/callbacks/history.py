@@ -31,7 +31,7 @@ METRICS = {
     "codes_after": "guidance/code_mismatch_after",
     "tokens_per_s": "throughput/rollout_tokens_per_s",
     "step_s": "timing/step_s",
-    **{f"{phase}_s": f"timing/{phase}_s" for phase in PHASES},
+    **{f"{phase}_s": f"timing/{phase}_s" for phase in (*PHASES, "rollout_wait")},
 }
 HELDOUT = {"reward": "heldout/reward", "mean_length": "heldout/mean_length"}
 _HELDOUT_PREFIX = "heldout/"

@@ -85,8 +85,6 @@ class RunReport(Callback):
 
     def _end(self, trainer: pl.Trainer, module: Any, status: str, error: str | None = None) -> None:
         if self._begin is not None:
-            for logger in trainer.loggers:
-                logger.save()
             self._write(trainer, module, status, error)
             self._stop()
 
@@ -97,6 +95,8 @@ class RunReport(Callback):
     def _write(self, trainer: pl.Trainer, module: Any, status: str, error: str | None = None) -> None:
         begin = time.perf_counter()
         try:
+            for logger in trainer.loggers if status != RUNNING else ():
+                logger.save()
             self._write_files(json_safe(self._facts(trainer, module, status, error)))
         except OSError as reason:  # a full disk is the checkpoint's to answer; a page that is missing stops no run
             log.warning("report.html could not be written to %s: %s", self._folder, reason)
@@ -140,10 +140,10 @@ def _program(path: str) -> list[str]:
 
 
 def _peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak in GB of this process on its device, or on the host if it has no other."""
+    """Peak of this process on its device, or on the host if it has no other; 1e9 bytes, as `trace-fit estimate`."""
     if device.type == "cuda":
-        return {"on the first GPU": torch.cuda.max_memory_reserved(device) / 2**30}
-    return {"of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        return {"on the first GPU": torch.cuda.max_memory_reserved(device) / 1e9}
+    return {"of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
 
 
 class _Warnings(logging.Handler):

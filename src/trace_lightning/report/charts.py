@@ -14,6 +14,7 @@ from trace_lightning.report.run import Run
 from trace_lightning.report.series import Series
 
 PHASES = ("sync", "rollout", "reward", "train")
+PHASES_AHEAD = ("sync", "rollout_wait", "train")  # rollout and reward then run beside train and add nothing
 _DIGITS = 5  # significant ones of what is drawn
 CODES = "guidance/code_mismatch_after"
 _CODES_BAND = Band(CODES, "FP4 codes that differ", 0.01, None, "docs/metrics.md")
@@ -36,6 +37,12 @@ class Chart:
 
 
 _DLOGP = "sampling/sampling_logp_difference"
+_WAIT = "timing/rollout_wait_s"
+_STEP = Chart("Time per step", "seconds", {f"timing/{phase}_s": phase for phase in PHASES}, stacked=True)
+_AHEAD = (  # instead, with rollouts one step ahead
+    Chart("Time per step", "seconds", {f"timing/{p}_s": p.replace("_", " ") for p in PHASES_AHEAD}, stacked=True),
+    Chart("Time beside training", "seconds", {f"timing/{p}_s": p for p in ("rollout", "reward")}, stacked=True),
+)
 CHARTS = (
     Chart("Reward", "mean reward", {"reward": "training", "heldout/reward": "held out"}, smooth=True),
     Chart("Trainer against rollout", "|Δ log p|", {f"{_DLOGP}/mean": "mean", f"{_DLOGP}/max": "max"}, log=True),
@@ -59,14 +66,14 @@ CHARTS = (
     ),
     Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
     Chart("Learning rate", "", {"learning_rate": "learning rate"}),
-    Chart("Time per step", "seconds", {f"timing/{phase}_s": phase for phase in PHASES}, stacked=True),
+    _STEP,
     Chart(
         "Speed",
         "tokens per second",
         {"throughput/rollout_tokens_per_s": "while generating", "throughput/step_tokens_per_s": "over the step"},
     ),
 )
-_DRAWN = {key for chart in CHARTS for key in chart.keys}
+_DRAWN = {key for chart in (*CHARTS, *_AHEAD) for key in chart.keys}
 
 
 @dataclass
@@ -107,7 +114,9 @@ class Drawing:
 def run_drawings(run: Run) -> list[Drawing]:
     """The charts of one run for which something was measured."""
     drawings = []
-    for chart in CHARTS:
+    at = CHARTS.index(_STEP)
+    charts = (*CHARTS[:at], *_AHEAD, *CHARTS[at + 1 :]) if _WAIT in run.metrics else CHARTS
+    for chart in charts:
         curves = list(_curves(run, chart))
         if curves:
             measured = [key for key in chart.keys if key in run.metrics]

@@ -55,5 +55,10 @@ def compare(arguments: list[str]) -> None:
 
 
 def _write(path: Path, page: str) -> None:
-    write_text(path, page)
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder: name a file")
+    try:
+        write_text(path, page)
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be written: {error.strerror}") from error
     print(f"written: {path} ({len(page.encode()) / 1e6:.2f} MB)")

@@ -78,7 +78,12 @@ def setting_rows(runs: Sequence[Run]) -> list[list[str]]:
     flat = [dict(_flat(run.config)) | _surroundings(run) for run in runs]
     names = sorted({name for settings in flat for name in settings if name not in _NOT_SETTINGS})
     rows = [[name, *(settings.get(name, "-") for settings in flat)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    return [list(map(_shortened, row)) for row in rows if len(set(row[1:])) > 1]
+
+
+def _shortened(text: str) -> str:
+    """Paths of one project differ at their ends."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]}...{text[-2 * _LONGEST // 3 :]}"
 
 
 def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -88,14 +93,19 @@ def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         for name, value in settings.items():
             yield from _flat(value, f"{prefix}.{name}" if prefix else str(name))
         return
-    text = settings if isinstance(settings, str) else json.dumps(settings, ensure_ascii=False, default=str)
-    yield prefix, text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    yield prefix, settings if isinstance(settings, str) else _json(settings)
+
+
+def _json(settings: Any) -> str:
+    return json.dumps(settings, ensure_ascii=False, default=str)
 
 
 def _component(part: dict[str, Any]) -> str:
-    """`TIS(cap=2.0)`."""
+    """`TIS(cap=2.0)`; what is no component as it is."""
+    if "class_path" not in part:
+        return _json(part)
     arguments = ", ".join(f"{name}={value}" for name, value in (part.get("init_args") or {}).items())
-    return f"{str(part.get('class_path')).rpartition('.')[2]}({arguments})"
+    return f"{str(part['class_path']).rpartition('.')[2]}({arguments})"
 
 
 def _surroundings(run: Run) -> dict[str, str]:

@@ -99,8 +99,8 @@ def read_run(folder: Path) -> Run:
     if (folder / METRICS_FILE).is_file():
         run.metrics = read_metrics(folder / METRICS_FILE, notes)
     first = min((series.steps[0] for series in run.metrics.values()), default=0.0)
-    if first > 0:
-        origin = facts.get("resumed_from") or "an earlier run"
+    origin = facts.get("resumed_from", "an earlier run")  # None: this run began at 0, and was logged later
+    if first > 0 and origin is not None:
         notes.append(f"resumed from {origin}: curves begin at step {first:.0f}")
     return run
 
