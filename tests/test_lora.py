@@ -335,6 +335,12 @@ class TestBadInput:
             load_policy("builtin:tiny-qwen3", recipe, dtype=torch.float32, lora=LoraConfig())
         load_policy("builtin:tiny-qwen3", recipe, dtype=torch.float32, lora=LoraConfig(rollout="merged"))
 
+    @pytest.mark.parametrize("rollout", ["adapter", "merged"])
+    def test_half_a_fused_group(self, rollout: str) -> None:
+        recipe = QuantRecipe(weights="nvfp4", exclude=["k_proj"])
+        with pytest.raises(ValueError, match=r"recipe.exclude splits the fused group"):
+            engine_of(make_adapted(recipe, rollout), recipe)
+
 
 class TestRun:
     """What a run keeps, and that another goes on from there."""
@@ -394,5 +400,8 @@ def test_the_checksum_tells_bases_apart() -> None:
         install_lora(model, LoraConfig(), W4)
         sums.add(base_checksum(model))
     assert len(sums) == 1, "a BF16 checkpoint, held in BF16 or FP32"
+    assert base_checksum(first) != base_checksum(second)
+    second = make_adapted(W4)
+    second.trace_lora.scaling *= 2  # the same base, and adapters that mean something else
     assert base_checksum(first) != base_checksum(second)
     assert isinstance(engine_of(first, W4).decoder, FusedDecoder)

@@ -14,15 +14,16 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as TorchaoNVFP4
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from checkpoints import content, make_source, stored
+from checkpoints import TOKENIZER, content, make_source, stored
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import make_engine, make_model, make_policy, make_prompts, rollout_logprobs, sampling
 from trace_kernels import get_format
+from trace_lightning.export.calibration import read_texts
 from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.fp4 import quantize_group
 from trace_lightning.export.source import open_source
 from trace_lightning.models.checkpoint import load_model
-from trace_lightning.models.policy import load_policy
+from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.types import QuantRecipe
 
 W4A16 = QuantRecipe(weights="nvfp4", kv_cache="nvfp4")
@@ -255,4 +256,13 @@ class TestInputs:
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4")
         with pytest.raises(ValueError, match=r"--calibration .* --activations none"):
             export_source(make_source(make_model("qwen3"), recipe), tmp_path / "out", ExportFormat(format="nvfp4"))
+        file = tmp_path / "texts.jsonl"
+        file.write_text(json.dumps({"messages": "12+34="}))
+        with pytest.raises(ValueError, match=r"texts.jsonl has no line with a `prompt`"):
+            read_texts(file, load_tokenizer(TOKENIZER))
         assert not (tmp_path / "out").exists()
+
+    def test_separators_inside_a_text_do_not_cut_it(self, tmp_path) -> None:
+        file = tmp_path / "texts.jsonl"
+        file.write_bytes('{"text": "1+\u20281"}\r\n12+34=\r\n'.encode())
+        assert read_texts(file, load_tokenizer(TOKENIZER)) == ["1+\u20281", "12+34="]

@@ -23,12 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trace_lightning.models.layout import LinearGroup
-from trace_lightning.quantization.lora import (
-    AdapterLinear,
-    LoraState,
-    MergedLinear,
-    adapter_parameters,
-)
+from trace_lightning.quantization.lora import AdapterLinear, LoraState, MergedLinear, adapter_parameters, lora_state
 from trace_lightning.quantization.mxfp4 import MXFP4Tensor
 from trace_lightning.quantization.nvfp4 import NVFP4Tensor
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
@@ -237,8 +232,12 @@ def frozen_tensors(policy: PreTrainedModel) -> list[Tensor]:
 
 @torch.no_grad()
 def base_checksum(policy: PreTrainedModel) -> int:
-    """A number that tells one frozen base from another: the same on every device, and for equal values in any dtype."""
-    sums: list[int] = []
+    """A number that tells one frozen base, or another weight of the adapters beside it, from another.
+
+    It is the same on every device, and for equal values in any dtype.
+    """
+    state = lora_state(policy)
+    sums: list[float] = [] if state is None else [state.scaling]
     for tensor in frozen_tensors(policy):
         if isinstance(tensor, PackedFP4Tensor):
             sums += [_byte_sum(part) for part in tensor.packed_tensors().values()]
@@ -264,6 +263,7 @@ def check_base(policy: PreTrainedModel, path: str, stored: dict[str, Any]) -> No
     """
     if base_checksum(policy) != stored["checksum"]:
         raise ValueError(
-            f"the checkpoint's adapters were trained over {stored['path']}, and {path} holds other weights or holds "
-            "them in another format or precision: resume with the model.path, recipe and trainer.precision of its run"
+            f"the checkpoint's adapters were trained over {stored['path']}, and {path} holds other weights, holds them "
+            "in another format or precision, or model.lora.alpha is another: resume with the model.path, model.lora, "
+            "recipe and trainer.precision of its run"
         )
