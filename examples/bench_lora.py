@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import logging
 import statistics
@@ -25,8 +24,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from support.random_policy import RECIPE, Digits
 
-from trace_lightning import GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning import SamplingParams
 from trace_lightning.bench.shapes import SHAPES, make_model
 from trace_lightning.callbacks import Rollout
 from trace_lightning.data import PromptDataModule
@@ -37,33 +37,8 @@ from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.tiny import tiny_tokenizer
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.engine import LocalEngine
-from trace_lightning.tasks import FunctionReward, Task
-from trace_lightning.types import Problem
 
-RECIPE = QuantRecipe(weights="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))
 WAYS = ("full", "adapter", "merged")
-coin = itertools.count()
-
-
-def toss(completion: str, problem: Problem) -> float:
-    """A reward that differs within every group."""
-    return float(next(coin) % 2)
-
-
-class Digits(Task):
-    """Prompts of one length; what they say does not matter."""
-
-    def __init__(self, length: int, count: int) -> None:
-        self.texts = [f"{i:0{length}d}" for i in range(count)]
-
-    def train_problems(self) -> list[Problem]:
-        return [Problem(prompt=text) for text in self.texts]
-
-    def heldout_problems(self) -> list[Problem]:
-        return []
-
-    def rewards(self) -> list[FunctionReward]:
-        return [FunctionReward(toss)]
 
 
 class Meter(Callback):
@@ -116,7 +91,7 @@ def measure(args: argparse.Namespace, way: str, path: Path) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, PromptDataModule(Digits(args.prompt_length, 64 * args.prompts), batch_size=args.prompts))
+    trainer.fit(module, PromptDataModule(Digits(args.prompt_length), batch_size=args.prompts))
     steady = meter.steps[args.warm :]
     result = {name: statistics.median(step[name] for step in steady) for name in steady[0]}
     assert module.policy is not None
