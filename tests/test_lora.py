@@ -25,10 +25,11 @@ from trace_lightning.callbacks import HFExport, RunCheckpoint
 from trace_lightning.export.adapters import adapters_in
 from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.record import ExportRecord
-from trace_lightning.export.source import adapter_source
+from trace_lightning.export.source import adapter_source, open_source
 from trace_lightning.models.lora import LoraConfig, base_checksum, install_lora
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.sharding import Weights
+from trace_lightning.models.tiny import tiny_model, tiny_tokenizer
 from trace_lightning.module import PolicyModule
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import AdapterLinear, adapter_parameters, merged_state
@@ -383,6 +384,22 @@ class TestRun:
             self.fit(tmp_path / "third", 3, path, **other)
         with pytest.raises(ValueError, match=r"model.path and model.lora"):
             self.fit(tmp_path / "fourth", 3, path, lora=None)
+
+    def test_an_export_has_the_codes_of_a_rollout_over_an_fp32_checkpoint(self, tmp_path: Path) -> None:
+        tiny_model().save_pretrained(tmp_path / "base")
+        tiny_tokenizer().save_pretrained(tmp_path / "base")
+        lora = LoraConfig(rank=4, rollout="merged")
+        module = PolicyModule(str(tmp_path / "base"), recipe=worker.GUIDED, learning_rate=1e-2, lora=lora)
+        rollout = worker.make_rollout()
+        files = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        trainer = worker.make_trainer("auto", rollout, RunCheckpoint(), max_steps=1, precision="bf16-mixed", **files)
+        trainer.fit(module, worker.make_data())
+        rollout.engine.load_weights(Weights(module.policy), version=1)
+        (path,) = tmp_path.rglob("last.ckpt")
+        how = ExportFormat(format="nvfp4", activations="none")
+        assert export_source(open_source(str(path)), tmp_path / "out", how).quantized_as_trained
+        codes = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.o_proj.weight_packed"]
+        assert_bit_equal(codes, rollout.engine.decoder.layers[1].o.packed.qdata)
 
     def test_sharding_is_refused_at_the_start(self) -> None:
         trainer = pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.lora import LoraConfig, frozen_tensors, install_lora
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.quantization.lora import adapter_parameters, lora_state
+from trace_lightning.quantization.lora import MergedLinear, adapter_parameters, lora_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import Rounding
@@ -43,7 +43,7 @@ def load_policy(
         path: `builtin:...`, `prepared:...` or a directory in Hugging Face format, in high precision or in FP4.
         recipe: with `trainer=qat` the forward rounds like the rollout; with `qat_weights` it does not round the inputs
             of linears; with `bf16` the model stays as it is.
-        dtype: of the master weights; with `lora` of what is frozen and not packed.
+        dtype: of the master weights; with `lora` of what is frozen and neither packed nor merged into.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute the layers in the backward pass.
         lora: freeze the model and train adapters.
@@ -54,9 +54,8 @@ def load_policy(
     """
     if lora is not None:
         lora.check(recipe)
-    # A base is packed from what the checkpoint holds: BF16 in between would round twice.
-    stored: Any = "auto" if lora is not None and lora.rollout == "adapter" else dtype
-    model = load_model(resolve_model_path(path), stored)
+    # A base is packed from, or merged into, what the checkpoint holds: BF16 in between would round twice.
+    model = load_model(resolve_model_path(path), dtype if lora is None else "auto")
     qat = install_qat(model, recipe.trained, attention=attention)
     if qat.groups:
         log.info("%s: %s", type(model).__name__, qat.layout.report())
@@ -96,9 +95,14 @@ def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name
 
 
 def _cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What is not packed into `dtype`; weights that adapters are merged into only if all of their values fit it."""
+    merged_into = {id(module.weight) for module in model.modules() if isinstance(module, MergedLinear)}
     for tensor in frozen_tensors(model):
-        if not isinstance(tensor, PackedFP4Tensor):
-            tensor.data = tensor.data.to(dtype)
+        if isinstance(tensor, PackedFP4Tensor):
+            continue
+        cast = tensor.data.to(dtype)
+        if id(tensor) not in merged_into or torch.equal(cast.to(tensor.dtype), tensor):
+            tensor.data = cast
 
 
 def trainable_report(model: PreTrainedModel) -> str:
