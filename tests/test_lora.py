@@ -26,7 +26,7 @@ from trace_lightning.export.adapters import adapters_in
 from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.record import ExportRecord
 from trace_lightning.export.source import adapter_source, open_source
-from trace_lightning.models.lora import LoraConfig, base_checksum, install_lora
+from trace_lightning.models.lora import LoraConfig, base_checksum, frozen_tensors, install_lora
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.sharding import Weights
 from trace_lightning.models.tiny import tiny_model, tiny_tokenizer
@@ -400,6 +400,11 @@ class TestRun:
         assert export_source(open_source(str(path)), tmp_path / "out", how).quantized_as_trained
         codes = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.o_proj.weight_packed"]
         assert_bit_equal(codes, rollout.engine.decoder.layers[1].o.packed.qdata)
+
+    def test_the_base_is_packed_group_by_group_wherever_tensors_are_made(self) -> None:
+        with torch.device("meta"):  # in Lightning's place, whose context is the GPU
+            policy = load_policy("builtin:tiny-qwen3", W4, dtype=torch.bfloat16, lora=LoraConfig())
+        assert {tensor.device for tensor in (*policy.parameters(), *frozen_tensors(policy))} == {CPU}
 
     def test_sharding_is_refused_at_the_start(self) -> None:
         trainer = pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,22 +48,24 @@ def load_policy(
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute the layers in the backward pass.
         lora: freeze the model and train adapters.
-        device: where a packed base is made; the other weights stay on the CPU.
+        device: where a packed base is made, group by group; with `lora` everything else stays on the CPU.
 
     Raises:
         ValueError: if the path is not a model, or recipe or adapters do not fit it.
     """
     if lora is not None:
         lora.check(recipe)
-    # A base is packed from, or merged into, what the checkpoint holds: BF16 in between would round twice.
-    model = load_model(resolve_model_path(path), dtype if lora is None else "auto")
-    qat = install_qat(model, recipe.trained, attention=attention)
-    if qat.groups:
-        log.info("%s: %s", type(model).__name__, qat.layout.report())
-    if lora is not None:
-        install_lora(model, lora, recipe, device=device)
-        _cast_frozen(model, dtype)
-        log.info("LoRA: %s", trainable_report(model))
+    # Lightning's context would load onto the GPU, which may have room for the packed base alone.
+    with nullcontext() if lora is None else torch.device("cpu"):
+        # A base is packed from, or merged into, what the checkpoint holds: BF16 in between would round twice.
+        model = load_model(resolve_model_path(path), dtype if lora is None else "auto")
+        qat = install_qat(model, recipe.trained, attention=attention)
+        if qat.groups:
+            log.info("%s: %s", type(model).__name__, qat.layout.report())
+        if lora is not None:
+            install_lora(model, lora, recipe, device=device)
+            _cast_frozen(model, dtype)
+            log.info("LoRA: %s", trainable_report(model))
     _switch_off_dropout(model)
     if gradient_checkpointing:
         set_gradient_checkpointing(model, True)
