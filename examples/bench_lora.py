@@ -90,6 +90,7 @@ def measure(args: argparse.Namespace, way: str, path: Path) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
     trainer.fit(module, PromptDataModule(Digits(args.prompt_length), batch_size=args.prompts))
     steady = meter.steps[args.warm :]
