@@ -279,7 +279,7 @@ class TestAdapters:
         with pytest.raises(ValueError, match="expected adapter or merged"):
             make_plan(lora_rank=4, lora_rollout="both")
         with pytest.raises(ValueError, match="fp8 keeps no packed form"):  # as `fit` says
-            make_plan(lora_rank=4, recipe=QuantRecipe(weights="fp8"))
+            dataclasses.replace(make_plan(lora_rank=4), recipe=QuantRecipe(weights="fp8"))
 
     def test_a_step_costs_less(self):
         full, adapted = make_plan("qwen3-1.7b"), make_plan("qwen3-1.7b", lora_rank=16)
