@@ -25,10 +25,11 @@ from trace_lightning.callbacks import HFExport, RunCheckpoint
 from trace_lightning.export.adapters import adapters_in
 from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.record import ExportRecord
-from trace_lightning.export.source import adapter_source
-from trace_lightning.models.lora import LoraConfig, base_checksum, install_lora
+from trace_lightning.export.source import adapter_source, open_source
+from trace_lightning.models.lora import LoraConfig, base_checksum, frozen_tensors, install_lora
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.sharding import Weights
+from trace_lightning.models.tiny import tiny_model, tiny_tokenizer
 from trace_lightning.module import PolicyModule
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import AdapterLinear, adapter_parameters, merged_state
@@ -335,6 +336,12 @@ class TestBadInput:
             load_policy("builtin:tiny-qwen3", recipe, dtype=torch.float32, lora=LoraConfig())
         load_policy("builtin:tiny-qwen3", recipe, dtype=torch.float32, lora=LoraConfig(rollout="merged"))
 
+    @pytest.mark.parametrize("rollout", ["adapter", "merged"])
+    def test_half_a_fused_group(self, rollout: str) -> None:
+        recipe = QuantRecipe(weights="nvfp4", exclude=["k_proj"])
+        with pytest.raises(ValueError, match=r"recipe.exclude splits the fused group"):
+            engine_of(make_adapted(recipe, rollout), recipe)
+
 
 class TestRun:
     """What a run keeps, and that another goes on from there."""
@@ -378,6 +385,27 @@ class TestRun:
         with pytest.raises(ValueError, match=r"model.path and model.lora"):
             self.fit(tmp_path / "fourth", 3, path, lora=None)
 
+    def test_an_export_has_the_codes_of_a_rollout_over_an_fp32_checkpoint(self, tmp_path: Path) -> None:
+        tiny_model().save_pretrained(tmp_path / "base")
+        tiny_tokenizer().save_pretrained(tmp_path / "base")
+        lora = LoraConfig(rank=4, rollout="merged")
+        module = PolicyModule(str(tmp_path / "base"), recipe=worker.GUIDED, learning_rate=1e-2, lora=lora)
+        rollout = worker.make_rollout()
+        files = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        trainer = worker.make_trainer("auto", rollout, RunCheckpoint(), max_steps=1, precision="bf16-mixed", **files)
+        trainer.fit(module, worker.make_data())
+        rollout.engine.load_weights(Weights(module.policy), version=1)
+        (path,) = tmp_path.rglob("last.ckpt")
+        how = ExportFormat(format="nvfp4", activations="none")
+        assert export_source(open_source(str(path)), tmp_path / "out", how).quantized_as_trained
+        codes = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.o_proj.weight_packed"]
+        assert_bit_equal(codes, rollout.engine.decoder.layers[1].o.packed.qdata)
+
+    def test_the_base_is_packed_group_by_group_wherever_tensors_are_made(self) -> None:
+        with torch.device("meta"):  # in Lightning's place, whose context is the GPU
+            policy = load_policy("builtin:tiny-qwen3", W4, dtype=torch.bfloat16, lora=LoraConfig())
+        assert {tensor.device for tensor in (*policy.parameters(), *frozen_tensors(policy))} == {CPU}
+
     def test_sharding_is_refused_at_the_start(self) -> None:
         trainer = pl.Trainer(accelerator="cpu", strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)
         with pytest.raises(ValueError, match=r"use trainer.strategy=ddp"):
@@ -394,5 +422,8 @@ def test_the_checksum_tells_bases_apart() -> None:
         install_lora(model, LoraConfig(), W4)
         sums.add(base_checksum(model))
     assert len(sums) == 1, "a BF16 checkpoint, held in BF16 or FP32"
+    assert base_checksum(first) != base_checksum(second)
+    second = make_adapted(W4)
+    second.trace_lora.scaling *= 2  # the same base, and adapters that mean something else
     assert base_checksum(first) != base_checksum(second)
     assert isinstance(engine_of(first, W4).decoder, FusedDecoder)

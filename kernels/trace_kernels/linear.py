@@ -406,9 +406,8 @@ def crossover_batch(
         return 0
     key = (qdata.shape[0], in_features, fmt, str(qdata.device), made)
     if key not in _CROSSOVERS:
-        settings = {"fmt": fmt, "in_features": in_features, "made": made}
         with torch.cuda.device(qdata.device):
-            _CROSSOVERS[key] = _measure_crossover(qdata, scale, outer, dense_weight, **settings)  # type: ignore[arg-type]
+            _CROSSOVERS[key] = _measure_crossover(qdata, scale, outer, dense_weight, fmt, in_features, made)
     return _CROSSOVERS[key]
 
 
@@ -417,7 +416,6 @@ def _measure_crossover(
     scale: Tensor,
     outer: Tensor | None,
     dense_weight: Tensor,
-    *,
     fmt: str,
     in_features: int,
     made: bool,

@@ -30,7 +30,13 @@ def policy():
 def finish(policy, folder: Path, callback: HFExport | None = None, *, saves: int = 0) -> Path:
     """What a run of one process leaves below `folder`."""
     trainer = SimpleNamespace(
-        log_dir=str(folder), fast_dev_run=False, is_global_zero=True, global_step=7, world_size=1, state=None
+        log_dir=str(folder),
+        fast_dev_run=False,
+        is_global_zero=True,
+        global_step=7,
+        world_size=1,
+        state=None,
+        callbacks=[],
     )
     module = SimpleNamespace(policy=policy, tokenizer=load_tokenizer(PATH), recipe=RECIPE, path=PATH)
     callback = callback or HFExport()

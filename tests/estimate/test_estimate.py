@@ -276,8 +276,10 @@ class TestAdapters:
         (tmp_path / "lora.yaml").write_text(yaml.safe_dump(content))
         found = read_config(tmp_path / "lora.yaml")
         assert (found["lora_rank"], found["lora_rollout"]) == (16, "merged")
-        with pytest.raises(ValueError, match="adapter, merged"):
+        with pytest.raises(ValueError, match="expected adapter or merged"):
             make_plan(lora_rank=4, lora_rollout="both")
+        with pytest.raises(ValueError, match="fp8 keeps no packed form"):  # as `fit` says
+            dataclasses.replace(make_plan(lora_rank=4), recipe=QuantRecipe(weights="fp8"))
 
     def test_a_step_costs_less(self):
         full, adapted = make_plan("qwen3-1.7b"), make_plan("qwen3-1.7b", lora_rank=16)

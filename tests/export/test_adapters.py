@@ -14,6 +14,7 @@ from numerics import assert_bit_equal
 from trace_lightning.export.adapters import Adapters, MergedWeights
 from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.fp4 import quantize_group
+from trace_lightning.export.record import read_record
 from trace_lightning.export.source import open_source
 from trace_lightning.hparams import to_plain
 from trace_lightning.models.checkpoint import load_model
@@ -117,12 +118,34 @@ def test_a_checkpoint_of_adapters(trained, base, adapter, tmp_path) -> None:
         assert torch.equal(tensor, theirs[name])
 
 
-def test_which_form_the_rollout_ran(trained, base, tmp_path) -> None:
-    source = open_source(str(run_checkpoint(trained, tmp_path, str(base), rollout="adapter")))
-    for adapters in ("merge", "beside"):
-        how = ExportFormat(format="nvfp4", adapters=adapters)
-        record = export_source(source, tmp_path / adapters, how)
-        assert record.quantized_as_trained == (adapters == "beside")
+@pytest.mark.parametrize(("rollout", "as_trained"), [("adapter", "beside"), ("merged", "merge")])
+def test_which_form_the_rollout_ran(rollout, as_trained, trained, base, tmp_path) -> None:
+    source = open_source(str(run_checkpoint(trained, tmp_path, str(base), rollout=rollout)))
+    export_source(source, tmp_path / "policy", ExportFormat(format="adapter"))
+    for path, of in {"run": source, "policy": open_source(str(tmp_path / "policy"))}.items():
+        for adapters in ("merge", "beside"):
+            record = export_source(of, tmp_path / path / adapters, ExportFormat(format="nvfp4", adapters=adapters))
+            assert record.quantized_as_trained == (adapters == as_trained)
+
+
+def test_a_foreign_base_is_not_what_the_rollout_packed(trained, base, tmp_path) -> None:
+    how = ExportFormat(format="nvfp4", adapters="beside", activations="none")
+    for name in ("ours", "foreign"):
+        directory = tmp_path / name
+        export_source(open_source(str(base)), directory, ExportFormat(format="nvfp4"))
+        record = dataclasses.replace(read_record(directory), quantized_as_trained=True)
+        record.write(directory)
+        if name == "foreign":
+            (directory / "trace_export.json").unlink()
+        file = run_checkpoint(trained, tmp_path / f"run-{name}", str(directory), rollout="adapter")
+        record = export_source(open_source(str(file)), tmp_path / f"out-{name}", how)
+        assert record.quantized_as_trained == (name == "ours")
+
+
+def test_adapters_may_be_on_another_device_than_their_base() -> None:
+    adapters = Adapters({"l": (torch.zeros(2, 16), torch.zeros(8, 2))}, 2, 2.0, 1.0, "")
+    merged = MergedWeights({"l.weight": torch.zeros(8, 16, device="meta")}, adapters)
+    assert merged["l.weight"].is_meta
 
 
 class TestRefused:

@@ -14,15 +14,16 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as TorchaoNVFP4
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from checkpoints import content, make_source, stored
+from checkpoints import TOKENIZER, content, make_source, stored
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import make_engine, make_model, make_policy, make_prompts, rollout_logprobs, sampling
 from trace_kernels import get_format
+from trace_lightning.export.calibration import read_texts
 from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.fp4 import quantize_group
 from trace_lightning.export.source import open_source
 from trace_lightning.models.checkpoint import load_model
-from trace_lightning.models.policy import load_policy
+from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.types import QuantRecipe
 
 W4A16 = QuantRecipe(weights="nvfp4", kv_cache="nvfp4")
@@ -120,7 +121,7 @@ def test_transformers_gives_the_log_probs_of_the_engine(family, fmt, tmp_path) -
     generation = make_engine(model, recipe).generate(prompts, params, num_samples=2)
     exact = CompressedTensorsConfig(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, quantization_config=exact)
-    theirs.float()  # transformers 5.17 leaves the linears in BF16
+    theirs = theirs.float()  # transformers 5.17 leaves the dequantised linears in BF16, in which they are exact
     reference = drawn_logprobs(theirs, prompts, generation, 2)
     # What is stored in BF16 is exact here: both sides compute in FP32 and differ by the order of sums alone.
     torch.testing.assert_close(rollout_logprobs(generation), reference, rtol=0, atol=2e-5)
@@ -256,4 +257,13 @@ class TestInputs:
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4")
         with pytest.raises(ValueError, match=r"--calibration .* --activations none"):
             export_source(make_source(make_model("qwen3"), recipe), tmp_path / "out", ExportFormat(format="nvfp4"))
+        file = tmp_path / "texts.jsonl"
+        file.write_text(json.dumps({"messages": "12+34="}))
+        with pytest.raises(ValueError, match=r"texts.jsonl has no line with a `prompt`"):
+            read_texts(file, load_tokenizer(TOKENIZER))
         assert not (tmp_path / "out").exists()
+
+    def test_separators_inside_a_text_do_not_cut_it(self, tmp_path) -> None:
+        file = tmp_path / "texts.jsonl"
+        file.write_bytes('{"text": "1+\u20281"}\r\n12+34=\r\n'.encode())
+        assert read_texts(file, load_tokenizer(TOKENIZER)) == ["1+\u20281", "12+34="]

@@ -187,10 +187,28 @@ class TestTarget:
         assert [path.name for path in ready.parent.iterdir()] == ["ready"]
 
     def test_leftovers_of_a_crash_are_cleared(self, ready) -> None:
-        for end in ("part", "old"):
-            shutil.copytree(ready, f"{ready}.{end}")
+        for name in (".ready.part", ".ready.old", "ready.old"):  # the last one is the user's
+            shutil.copytree(ready, ready.with_name(name))
         export_source(open_source("builtin:tiny-qwen3"), ready, CT, overwrite=True)
-        assert [path.name for path in ready.parent.iterdir()] == ["ready"]
+        assert sorted(path.name for path in ready.parent.iterdir()) == ["ready", "ready.old"]
+
+    def test_a_replacement_that_stops_half_way_is_undone(self, ready, monkeypatch) -> None:
+        before, rename = content(ready), Path.rename
+
+        def refuse(path: Path, target: Path) -> Path:
+            if path.name.endswith(".part"):
+                raise OSError("refused")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        with pytest.raises(ValueError, match="refused; what was there before is untouched"):
+            export_source(open_source("builtin:tiny-qwen3"), ready, ExportFormat(format="mxfp4"), overwrite=True)
+        assert content(ready) == before
+        monkeypatch.undo()
+        ready.rename(ready.with_name(".ready.old"))  # killed between the two renames
+        with pytest.raises(ValueError, match=r"ready exists"):
+            export_source(open_source("builtin:tiny-qwen3"), ready, CT)
+        assert content(ready) == before
 
 
 def test_tokenizer_chat_template_and_generation_config_come_along(tmp_path) -> None:

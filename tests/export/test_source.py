@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def test_what_is_no_checkpoint_is_refused(checkpoint, module, tmp_path, capsys) 
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": moved}, other)
     assert "by --model.path" in refused(capsys, tmp_path, "--ckpt_path", other, *out)
     assert "no directory" in refused(capsys, tmp_path, "--ckpt_path", tmp_path / "nothing", *out)
+    assert "has no config.json" in refused(capsys, tmp_path, "--ckpt_path", checkpoint.parent, *out)
     assert export("--ckpt_path", other, *out, "--model.path", PATH) == 0
 
 
@@ -133,6 +135,17 @@ def test_a_target_that_exists_is_refused_before_the_source_is_read(checkpoint, t
         capsys, tmp_path, "--ckpt_path", tmp_path / "out", "--out", tmp_path / "out", "--overwrite"
     )
     assert content(tmp_path / "out") == before
+    shutil.copytree(tmp_path / "out", checkpoint.parents[1] / "policy")
+    policy = ("--out", checkpoint.parents[1] / "policy", "--overwrite")
+    assert "is what is exported" in refused(capsys, tmp_path, "--ckpt_path", checkpoint.parents[1], *policy)
+
+
+def test_rewards_are_those_of_the_last_weights(checkpoint) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save(content | {"global_step": 20}, checkpoint.with_name("best.ckpt"))
+    assert open_source(str(checkpoint)).record.evaluation
+    early = open_source(str(checkpoint.with_name("best.ckpt"))).record
+    assert (early.steps, early.evaluation) == (20, {})
 
 
 class TestSurvival:

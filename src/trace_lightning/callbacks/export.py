@@ -61,6 +61,8 @@ class HFExport(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._folder = run_folder(trainer)
+        # Last, behind RunSummary, whose rewards the model card quotes. A new list, for Lightning walks the old one now.
+        trainer.callbacks = [*(c for c in trainer.callbacks if c is not self), self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Find out now, and not after the training, whether the model can be saved."""
@@ -103,10 +105,9 @@ class HFExport(Callback):
             export_source(source, self._folder / name, how, overwrite=True)
 
     def _source(self, trainer: pl.Trainer, module: Any, policy: PreTrainedModel | None = None) -> Source:
-        _, evaluation = ({}, {}) if self._folder is None else evaluation_of(self._folder)
-        record = ExportRecord(
-            recipe=module.recipe, base_model=module.path, steps=trainer.global_step, evaluation=evaluation
-        )
+        step = trainer.global_step
+        _, evaluation = (step, {}) if self._folder is None else evaluation_of(self._folder, step)
+        record = ExportRecord(recipe=module.recipe, base_model=module.path, steps=step, evaluation=evaluation)
         policy = policy or module.policy
         adapters = adapters_in(policy, module.path)
         if adapters is not None:

@@ -121,7 +121,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--config: there is no file {path}")
-    content = yaml.safe_load(path.read_text())
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"--config: {path} holds no settings")
     return content

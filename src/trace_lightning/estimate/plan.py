@@ -8,6 +8,7 @@ from trace_kernels import get_format
 from trace_lightning.bench.shapes import ModelShape
 from trace_lightning.estimate.adapters import adapter_params
 from trace_lightning.estimate.cards import Card
+from trace_lightning.models.lora import LoraConfig
 from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.recorder import SiteShape
 from trace_lightning.types import FP4, SITES, QuantRecipe
@@ -80,11 +81,8 @@ class Plan:
             raise ValueError(f"--precision {self.precision!r}: estimates know {', '.join(PRECISIONS)}")
         if self.reference not in REFERENCES:
             raise ValueError(f"--reference {self.reference!r}: expected {', '.join(REFERENCES)}")
-        if self.lora_rank < 0 or self.lora_rollout not in LORA_ROLLOUTS:
-            raise ValueError(
-                f"--lora_rank {self.lora_rank} --lora_rollout {self.lora_rollout}: expected a rank of 0 (all weights "
-                f"are trained) or more, and one of {', '.join(LORA_ROLLOUTS)}"
-            )
+        if self.lora_rank:
+            LoraConfig(rank=self.lora_rank, rollout=self.lora_rollout).check(self.recipe)  # type: ignore[arg-type]
         if self.max_version_diff and not self.keep_snapshot:
             raise ValueError(
                 "max_version_diff=1 draws while the trainer works, so the snapshot is kept: keep_snapshot=true"

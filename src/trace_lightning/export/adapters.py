@@ -109,7 +109,7 @@ class MergedWeights(Mapping[str, Tensor]):
         weight, pair = self.base[name], self.adapters.pairs.get(name.removesuffix(".weight"))
         if pair is None or not name.endswith(".weight"):
             return weight
-        a, b = (matrix.float() for matrix in pair)
+        a, b = (matrix.to(weight.device, torch.float32) for matrix in pair)  # a policy in training may be on a GPU
         return torch.addmm(weight.float(), b, a, alpha=self.adapters.scaling)
 
     def __iter__(self) -> Iterator[str]:

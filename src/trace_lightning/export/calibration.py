@@ -37,14 +37,16 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Up to 64 texts, spread over a file: JSON lines with `prompt` and `completion`, or `text`; or plain lines.
 
     Raises:
-        ValueError: no such file, or nothing in it.
+        ValueError: no such file, or no text in it.
     """
     if not file.is_file():
         raise ValueError(f"--calibration: there is no file {file}")
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"--calibration: {file} is empty")
-    return [_text(line, tokenizer) for line in lines[:: -(-len(lines) // _MAX_TEXTS)]]
+    # Not splitlines(), which also splits at separators that JSON leaves inside a text.
+    lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    texts = [_text(line, tokenizer) for line in lines[:: max(1, -(-len(lines) // _MAX_TEXTS))]]
+    if not any(texts):
+        raise ValueError(f"--calibration: {file} has no line with a `prompt`, `completion` or `text`")
+    return texts
 
 
 def _text(line: str, tokenizer: PreTrainedTokenizerBase) -> str:

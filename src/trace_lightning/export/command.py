@@ -67,8 +67,6 @@ def main(arguments: list[str]) -> None:
         raise ValueError("--survival compares FP4 weights before and after: give --format nvfp4 or mxfp4, and no base")
     check_target(given.out, overwrite=given.overwrite)
     source = open_source(given.ckpt_path, given.base)
-    if source.run is not None and given.out.resolve() == Path(given.ckpt_path).expanduser().resolve():
-        raise ValueError(f"--out {given.out} is what is exported; choose another directory")
     before = _before(source, given.base) if given.survival else None
     options = {"overwrite": given.overwrite, "calibration": given.calibration, "before": before}
     record = export_source(source, given.out, how, **options)

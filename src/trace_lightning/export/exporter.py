@@ -24,7 +24,7 @@ from trace_lightning.export.card import model_card
 from trace_lightning.export.folder import ShardWriter, check_target, whole_directory
 from trace_lightning.export.fp4 import FP4Export, plan_fp4
 from trace_lightning.export.kv import measured_kv_scales
-from trace_lightning.export.record import ExportRecord
+from trace_lightning.export.record import ExportRecord, read_record
 from trace_lightning.export.source import Source
 from trace_lightning.export.survival import Survival, update_survival
 from trace_lightning.models.checkpoint import weight_names
@@ -58,12 +58,16 @@ class ExportFormat:
     max_shard_gb: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.format not in ("hf", "nvfp4", "mxfp4", "adapter"):
-            raise ValueError(f"export format {self.format!r}: choose hf, nvfp4, mxfp4 or adapter")
-        if self.dialect not in DIALECTS:
-            raise ValueError(f"export dialect {self.dialect!r}: choose {' or '.join(DIALECTS)}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"export dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
+        for name, choices in {
+            "format": ("hf", "nvfp4", "mxfp4", "adapter"),
+            "dialect": (*DIALECTS,),
+            "activations": ("recipe", "none", "nvfp4", "mxfp4"),
+            "dtype": (None, *DTYPES),
+            "adapters": ("merge", "beside"),
+        }.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice is not None)
+                raise ValueError(f"export {name} {getattr(self, name)!r}: choose one of {known}")
         if self.max_shard_gb <= 0:
             raise ValueError(f"max_shard_gb={self.max_shard_gb} must be above 0")
         if self.format != "hf" and self.dtype == "float16":
@@ -96,6 +100,9 @@ def export_source(
         ValueError: naming what is wrong with source, target or options. What was at `target` is then untouched.
     """
     check_target(target, overwrite=overwrite)
+    needed = [source.where] + ([] if source.adapters is None else [source.adapters.base])
+    if target.resolve() in [Path(place).expanduser().resolve() for place in needed]:
+        raise ValueError(f"{target} is what is exported, or the base of its adapters; choose another directory")
     if source.adapters is None and (how.format == "adapter" or how.adapters == "beside"):
         raise ValueError(f"{source.where} has no low-rank adapters that could be exported alone or beside a base")
     if how.format == "adapter":
@@ -226,7 +233,11 @@ def _kv_scales(source: Source) -> list[dict[str, list[float]]]:
 def _as_trained(source: Source, how: ExportFormat) -> bool:
     if source.fp4 is not None:
         return source.record.quantized_as_trained
-    held_apart = source.adapters is not None and not source.adapters.merged_in_rollout
+    held_apart = source.adapters is not None and not source.record.merged_in_rollout
+    if held_apart and source.base.fp4 is not None:  # the run packed its values again, and only our own codes stay
+        of_base = read_record(source.base.fp4.directory)
+        if of_base is None or not of_base.quantized_as_trained:
+            return False
     return source.record.recipe.weights == how.format and held_apart == (how.adapters == "beside")
 
 

@@ -48,8 +48,9 @@ def whole_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises:
         ValueError: the target must not be replaced, or the disk refused.
     """
+    part, old = (target.with_name(f".{target.name}.{end}") for end in ("part", "old"))
+    _put_back(old, target)
     check_target(target, overwrite=overwrite)
-    part, old = (target.with_name(f"{target.name}.{end}") for end in ("part", "old"))
     try:
         for leftover in (part, old):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -65,7 +66,14 @@ def whole_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{target} could not be written: {error}; what was there before is untouched") from error
     finally:
+        _put_back(old, target)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _put_back(old: Path, target: Path) -> None:
+    """Undo the first of two renames, where the second failed or a kill fell between them."""
+    if old.exists() and not target.exists():
+        old.rename(target)
 
 
 def _to_disk(file: Path) -> None:

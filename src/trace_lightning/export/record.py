@@ -37,6 +37,7 @@ class ExportRecord:
         calibration: what the input scales were measured on.
         survival: how much of the training's update the FP4 weights show, see `survival.Survival`; empty if not asked.
         adapters: of a policy with low-rank ones: `merge`, `beside` or `alone`.
+        merged_in_rollout: of such a policy, whether the rollout quantised the sum of base and adapters.
         version: of this library.
     """
 
@@ -52,6 +53,7 @@ class ExportRecord:
     calibration: str = ""
     survival: dict[str, float] = field(default_factory=dict)
     adapters: str = ""
+    merged_in_rollout: bool = False
     version: str = __version__
 
     def write(self, directory: Path) -> None:
@@ -76,12 +78,17 @@ def read_record(directory: Path) -> ExportRecord | None:
         raise ValueError(f"{path} is not a record that this version reads: {error}") from error
 
 
-def evaluation_of(run: Path) -> tuple[int | None, dict[str, list[float | None]]]:
-    """Optimizer steps of a run, and its held-out rewards before and after, from its `summary.json` if there is one."""
+def evaluation_of(run: Path, step: int | None = None) -> tuple[int | None, dict[str, list[float | None]]]:
+    """Optimizer steps of a run, and its held-out rewards before and after, from its `summary.json` if there is one.
+
+    The rewards are those of the run's last weights: weights of another `step` have none.
+    """
     path = run / "summary.json"
     if not path.is_file():
         return None, {}
     summary = read_json(path)
+    if step is not None and step != summary.get("steps"):
+        return summary.get("steps"), {}
     heldout = summary.get("heldout") or {}
     found: dict[str, list[float | None]] = {}
     if heldout.get("first") is not None:

@@ -110,7 +110,7 @@ def open_source(path: str, base: str | None = None) -> Source:
         adapters = read_peft(place)
         record = read_record(place) or ExportRecord(base_model=adapters.base)
         return adapter_source(adapters, base, record, place.parent, str(place))
-    return _from_directory(place if place.is_dir() else resolve_model_path(path), path)
+    return _from_directory(resolve_model_path(str(place)), path)
 
 
 def _is_policy(directory: Path) -> bool:
@@ -124,12 +124,12 @@ def _from_checkpoint(file: Path, base: str | None) -> Source:
         raise ValueError(
             f"{file} is no checkpoint of a PolicyModule: it holds {', '.join(map(str, content)) or 'nothing'}"
         )
-    run = file.parent.parent
-    steps, evaluation = evaluation_of(run)
+    run, step = file.parent.parent, content.get("global_step")
+    steps, evaluation = evaluation_of(run, step)
     record = ExportRecord(
         recipe=from_plain(hparams.get("recipe")) or ExportRecord().recipe,
         base_model=str(hparams["path"]),
-        steps=content.get("global_step", steps),
+        steps=step if step is not None else steps,
         evaluation=evaluation,
     )
     adapters = adapters_of(state, hparams, str(file))
@@ -155,6 +155,8 @@ def adapter_source(adapters: Adapters, base: str | None, record: ExportRecord, r
     directory = _base_of(base or adapters.base, where)
     plain = _from_directory(directory, adapters.base)
     adapters = dataclasses.replace(adapters, base=str(directory))  # what peft will look for
+    merged = record.merged_in_rollout or adapters.merged_in_rollout  # peft's own files do not say
+    record = dataclasses.replace(record, merged_in_rollout=merged)
     weights = MergedWeights(plain.weights, adapters)
     return dataclasses.replace(plain, weights=weights, adapters=adapters, record=record, run=run, where=where)
 

@@ -22,22 +22,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trace_lightning.models.layout import LinearGroup
-from trace_lightning.quantization.lora import (
-    AdapterLinear,
-    LoraState,
-    MergedLinear,
-    adapter_parameters,
-)
-from trace_lightning.quantization.mxfp4 import MXFP4Tensor
-from trace_lightning.quantization.nvfp4 import NVFP4Tensor
+from trace_lightning.quantization.dialects import TENSOR_CLASSES
+from trace_lightning.quantization.lora import AdapterLinear, LoraState, MergedLinear, adapter_parameters, lora_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import QATGroup, QATState
 from trace_lightning.types import QuantRecipe
 
-PACKED: dict[str, type[PackedFP4Tensor]] = {"nvfp4": NVFP4Tensor, "mxfp4": MXFP4Tensor}
 _PIECE = 2**24
-_HELD_ONCE = ("none", *PACKED)  # formats of a base that both sides can read
+_HELD_ONCE = ("none", *TENSOR_CLASSES)  # formats of a base that both sides can read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +124,18 @@ def install_lora(
     peft_config, adapters = _place(model, config, targets)
     model.requires_grad_(False)
     state = LoraState(config.alpha / config.rank, config.rollout == "merged", peft_config)
-    make = _merged_group if state.merged else _packed_group
     held = dict(zip(map(id, qat.layout.groups), qat.groups, strict=True))
     for site in dict.fromkeys(sites.values()):
-        if id(site) in held or not state.merged or any(name in adapters for name in site.names):
-            group = held.get(id(site)) or QATGroup(site, qat.states[site.layer], None)
-            make(model, site, group, adapters, state, recipe, device)
+        if state.merged and id(site) not in held and not any(name in adapters for name in site.names):
+            continue
+        group = held.get(id(site)) or QATGroup(site, qat.states[site.layer], None)
+        linears: list[Any] = [model.get_submodule(name) for name in site.names]
+        if not state.merged:
+            group.base = _base(linears, group, recipe, device)
+        group.members.clear()
+        for name, linear in zip(site.names, linears, strict=True):
+            replacement = MergedLinear if state.merged else AdapterLinear
+            _replace(model, name, replacement(linear, group, adapters.get(name), state))
     qat.forget_linears()
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
@@ -183,43 +181,15 @@ def _place(model: PreTrainedModel, config: LoraConfig, targets: list[str]) -> tu
             wide = torch.promote_types(wrapper.base_layer.weight.dtype, torch.float32)
             pair = (wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight)
             adapters[name] = tuple(nn.Parameter(matrix.detach().to(wide)) for matrix in pair)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, wrapper.base_layer)
+            _replace(model, name, wrapper.base_layer)
     return peft_config, adapters
 
 
-def _packed_group(
-    model: PreTrainedModel,
-    site: LinearGroup,
-    group: QATGroup,
-    adapters: dict[str, Any],
-    state: LoraState,
-    recipe: QuantRecipe,
-    device: torch.device | None,
-) -> None:
-    """Replace the linears of a group by ones that share a base; their weights are gone afterwards."""
-    linears = [model.get_submodule(name) for name in site.names]
-    whole = torch.cat([linear.weight.detach().to(device) for linear in linears])  # type: ignore[operator]
-    packed = PACKED.get(recipe.weights) if group.weights is not None else None
-    group.base = whole if packed is None else packed.from_hp(whole, four_over_six=recipe.four_over_six)
-    group.members.clear()
-    for name, linear in zip(site.names, linears, strict=True):
-        _replace(model, name, AdapterLinear(linear, group, adapters.get(name), state))  # type: ignore[arg-type]
-
-
-def _merged_group(
-    model: PreTrainedModel,
-    site: LinearGroup,
-    group: QATGroup,
-    adapters: dict[str, Any],
-    state: LoraState,
-    recipe: QuantRecipe,
-    device: torch.device | None,
-) -> None:
-    group.members.clear()
-    for name in site.names:
-        linear = model.get_submodule(name)
-        _replace(model, name, MergedLinear(linear, group, adapters.get(name), state))  # type: ignore[arg-type]
+def _base(linears: list[nn.Linear], group: QATGroup, recipe: QuantRecipe, device: torch.device | None) -> Tensor:
+    """The weights of a group as one tensor, packed if the recipe quantises them."""
+    whole = torch.cat([linear.weight.detach().to(device) for linear in linears])
+    packed = TENSOR_CLASSES.get(recipe.weights) if group.weights is not None else None
+    return whole if packed is None else packed.from_hp(whole, four_over_six=recipe.four_over_six)
 
 
 def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
@@ -237,8 +207,12 @@ def frozen_tensors(policy: PreTrainedModel) -> list[Tensor]:
 
 @torch.no_grad()
 def base_checksum(policy: PreTrainedModel) -> int:
-    """A number that tells one frozen base from another: the same on every device, and for equal values in any dtype."""
-    sums: list[int] = []
+    """A number that tells one frozen base, or another weight of the adapters beside it, from another.
+
+    It is the same on every device, and for equal values in any dtype.
+    """
+    state = lora_state(policy)
+    sums: list[float] = [] if state is None else [state.scaling]
     for tensor in frozen_tensors(policy):
         if isinstance(tensor, PackedFP4Tensor):
             sums += [_byte_sum(part) for part in tensor.packed_tensors().values()]
@@ -264,6 +238,7 @@ def check_base(policy: PreTrainedModel, path: str, stored: dict[str, Any]) -> No
     """
     if base_checksum(policy) != stored["checksum"]:
         raise ValueError(
-            f"the checkpoint's adapters were trained over {stored['path']}, and {path} holds other weights or holds "
-            "them in another format or precision: resume with the model.path, recipe and trainer.precision of its run"
+            f"the checkpoint's adapters were trained over {stored['path']}, and {path} holds other weights, holds them "
+            "in another format or precision, or model.lora.alpha is another: resume with the model.path, model.lora, "
+            "recipe and trainer.precision of its run"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.lora import LoraConfig, frozen_tensors, install_lora
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.quantization.lora import adapter_parameters, lora_state
+from trace_lightning.quantization.lora import MergedLinear, adapter_parameters, lora_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import Rounding
@@ -43,27 +44,28 @@ def load_policy(
         path: `builtin:...`, `prepared:...` or a directory in Hugging Face format, in high precision or in FP4.
         recipe: with `trainer=qat` the forward rounds like the rollout; with `qat_weights` it does not round the inputs
             of linears; with `bf16` the model stays as it is.
-        dtype: of the master weights; with `lora` of what is frozen and not packed.
+        dtype: of the master weights; with `lora` of what is frozen and neither packed nor merged into.
         attention: attention implementation of transformers.
         gradient_checkpointing: recompute the layers in the backward pass.
         lora: freeze the model and train adapters.
-        device: where a packed base is made; the other weights stay on the CPU.
+        device: where a packed base is made, group by group; with `lora` everything else stays on the CPU.
 
     Raises:
         ValueError: if the path is not a model, or recipe or adapters do not fit it.
     """
     if lora is not None:
         lora.check(recipe)
-    # A base is packed from what the checkpoint holds: BF16 in between would round twice.
-    stored: Any = "auto" if lora is not None and lora.rollout == "adapter" else dtype
-    model = load_model(resolve_model_path(path), stored)
-    qat = install_qat(model, recipe.trained, attention=attention)
-    if qat.groups:
-        log.info("%s: %s", type(model).__name__, qat.layout.report())
-    if lora is not None:
-        install_lora(model, lora, recipe, device=device)
-        _cast_frozen(model, dtype)
-        log.info("LoRA: %s", trainable_report(model))
+    # Lightning's context would load onto the GPU, which may have room for the packed base alone.
+    with nullcontext() if lora is None else torch.device("cpu"):
+        # A base is packed from, or merged into, what the checkpoint holds: BF16 in between would round twice.
+        model = load_model(resolve_model_path(path), dtype if lora is None else "auto")
+        qat = install_qat(model, recipe.trained, attention=attention)
+        if qat.groups:
+            log.info("%s: %s", type(model).__name__, qat.layout.report())
+        if lora is not None:
+            install_lora(model, lora, recipe, device=device)
+            _cast_frozen(model, dtype)
+            log.info("LoRA: %s", trainable_report(model))
     _switch_off_dropout(model)
     if gradient_checkpointing:
         set_gradient_checkpointing(model, True)
@@ -96,9 +98,14 @@ def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name
 
 
 def _cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What is not packed into `dtype`; weights that adapters are merged into only if all of their values fit it."""
+    merged_into = {id(module.weight) for module in model.modules() if isinstance(module, MergedLinear)}
     for tensor in frozen_tensors(model):
-        if not isinstance(tensor, PackedFP4Tensor):
-            tensor.data = tensor.data.to(dtype)
+        if isinstance(tensor, PackedFP4Tensor):
+            continue
+        cast = tensor.data.to(dtype)
+        if id(tensor) not in merged_into or torch.equal(cast.to(tensor.dtype), tensor):
+            tensor.data = cast
 
 
 def trainable_report(model: PreTrainedModel) -> str:

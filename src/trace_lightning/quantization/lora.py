@@ -185,6 +185,10 @@ class MergedLinear(QATLinear):
         merged: Tensor = _Merge.apply(self.lora_A, self.lora_B, self.weight, self.state.scaling)
         return merged
 
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.group.round_input(x)  # maybe narrower than the weight
+        return F.linear(x, self.group.round_weight(self).to(_compute_dtype(x)), self.bias)
+
 
 def adapter_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters of all adapters by name."""

@@ -33,9 +33,14 @@ class SharedLinear(SnapshotLinear):
     def __init__(self, linears: list[tuple[str, AdapterLinear]], dtype: torch.dtype) -> None:
         self.group, self.state = linears[0][1].group, linears[0][1].state
         group = self.group
-        assert [module for _, module in linears] == group.members, "the decoder fuses in another order than the base"
+        self.names, self.dtype = [name for name, _ in linears], dtype
+        if [module for _, module in linears] != group.members:
+            raise ValueError(
+                f"recipe.exclude splits the fused group {self.names}, whose base is one tensor: exclude all of its "
+                "linears or none"
+            )
         assert group.base is not None
-        self.base, self.names, self.dtype = group.base, [name for name, _ in linears], dtype
+        self.base = group.base
         self.shape, self.crossover = (len(self.base), linears[0][1].in_features), 0
         self.packed = self.base if isinstance(self.base, PackedFP4Tensor) else None
         self.format = None if self.packed is None else get_format(self.packed.format.name)

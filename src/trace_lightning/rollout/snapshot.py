@@ -20,11 +20,8 @@ from torch import Tensor, nn
 from trace_kernels import get_format
 from trace_kernels.block_quantize import requantize_
 from trace_kernels.linear import crossover_batch, fp4_linear, supports
-from trace_lightning.quantization.mxfp4 import MXFP4Tensor
-from trace_lightning.quantization.nvfp4 import NVFP4Tensor
+from trace_lightning.quantization.dialects import TENSOR_CLASSES
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
-
-_PACKED: dict[str, type[PackedFP4Tensor]] = {"nvfp4": NVFP4Tensor, "mxfp4": MXFP4Tensor}
 
 
 class SnapshotLinear:
@@ -47,8 +44,8 @@ class SnapshotLinear:
         self.bias_parts = {} if self.bias is None else dict(zip(self.names, self.bias.split(rows), strict=True))
         self.packed: PackedFP4Tensor | None = None
         self.crossover = 0  # a matmul of up to so many rows reads `packed`
-        if fmt_name in _PACKED:
-            self.packed = _PACKED[fmt_name].from_hp(self.weight, four_over_six=four_over_six)
+        if fmt_name in TENSOR_CLASSES:
+            self.packed = TENSOR_CLASSES[fmt_name].from_hp(self.weight, four_over_six=four_over_six)
 
     def dense(self) -> Tensor:
         """The values [sum N_i, K] in the compute dtype, for matmuls of many rows."""
