@@ -412,6 +412,19 @@ class TestRun:
             PolicyModule(path="builtin:tiny-qwen3", recipe=W4, lora=LoraConfig()).trainer = trainer
 
 
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_bf16_true_narrows_the_weights_alone(lora: LoraConfig | None) -> None:
+    """Rewards and log-probs stay FP32, so that the two sides' agreement is measured and not rounded away."""
+    module = PolicyModule(path="builtin:tiny-qwen3", recipe=worker.GUIDED, num_minibatches=2, lora=lora)
+    trainer = worker.make_trainer("auto", worker.make_rollout(), max_steps=2, precision="bf16-true")
+    seen: set[torch.dtype] = set()
+    compare = module.measured.compare
+    module.measured.compare = lambda old, new, mask: (seen.update((old.dtype, new.dtype)), compare(old, new, mask))
+    trainer.fit(module, worker.make_data())
+    assert seen == {torch.float32}
+    assert {parameter.dtype for parameter in module.policy.parameters()} == {torch.bfloat16}
+
+
 def test_the_checksum_tells_bases_apart() -> None:
     first, second = (make_adapted(W4, seed=seed) for seed in (0, 1))
     assert base_checksum(first) == base_checksum(make_adapted(W4))

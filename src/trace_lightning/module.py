@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -246,6 +247,7 @@ class PolicyModule(pl.LightningModule):
         # On attaching, because Lightning's own complaint, which comes next, cannot name our arguments.
         if trainer is not None:
             _check_trainer(trainer, self.lora)
+            _keep_numbers_wide(trainer)
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -479,3 +481,10 @@ def _check_trainer(trainer: pl.Trainer, lora: LoraConfig | None) -> None:
             "and its size is data.batch_size x rollout.num_generations"
         )
     check_strategy(trainer, adapters=lora is not None)
+
+
+def _keep_numbers_wide(trainer: pl.Trainer) -> None:
+    """`bf16-true` is about weights here. Lightning would also narrow rewards, log-probs and what is made in a step."""
+    plugin: Any = trainer.precision_plugin
+    if isinstance(plugin, HalfPrecision):
+        plugin.convert_input, plugin.forward_context = (lambda batch: batch), nullcontext
