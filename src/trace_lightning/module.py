@@ -485,6 +485,6 @@ def _check_trainer(trainer: pl.Trainer, lora: LoraConfig | None) -> None:
 
 def _keep_numbers_wide(trainer: pl.Trainer) -> None:
     """`bf16-true` is about weights here. Lightning would also narrow rewards, log-probs and what is made in a step."""
-    plugin: Any = trainer.precision_plugin
-    if isinstance(plugin, HalfPrecision):
+    if isinstance(trainer.precision_plugin, HalfPrecision):
+        plugin: Any = trainer.precision_plugin
         plugin.convert_input, plugin.forward_context = (lambda batch: batch), nullcontext
