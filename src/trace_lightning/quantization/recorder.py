@@ -117,6 +117,7 @@ class Rows:
         self.row_bytes, self.store, self.expected = row_bytes, store, max(expected, 1)
         self._matrix: Tensor | None = None
         self._used = 0
+        self._copied: torch.cuda.Event | None = None  # behind the last copy to pinned memory
 
     def append(self, data: Tensor) -> None:
         """Copy rows behind the last ones."""
@@ -125,6 +126,9 @@ class Rows:
             self._grow(max(end, 2 * self._used, self.expected), pin=data.is_cuda and self.store.type == "cpu")
         assert self._matrix is not None
         self._matrix[self._used : end].copy_(data, non_blocking=True)
+        if data.is_cuda and self.store.type == "cpu":
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record()
         self._used = end
 
     def _grow(self, capacity: int, *, pin: bool) -> None:
@@ -135,9 +139,9 @@ class Rows:
         self._matrix = bigger
 
     def _wait(self) -> None:
-        """For copies that are on their way to pinned memory."""
-        if self._matrix is not None and self._matrix.is_pinned():
-            torch.cuda.synchronize()
+        """For copies that are on their way to pinned memory, and for nothing else: a trainer may be at work."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def finish(self) -> Tensor:
         """All rows."""
