@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from trace_kernels import NVFP4
-from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, StepRecorder
+from trace_lightning.quantization.recorder import GuidanceRecorder, Rows, SiteShape, StepRecorder
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.types import GuidanceConfig
@@ -31,3 +32,13 @@ def test_steps_of_an_interrupted_call_are_forgotten() -> None:
     assert recording.recorder.add_steps(steps, 2, audited).tolist() == [[0, 1], [2, 3]]
     table = recording.finish(policy_version=0).tables[0, "attn_in"]
     assert torch.equal(table.scale, q.scale.repeat(2, 1))  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+def test_rows_reach_pinned_memory_whole() -> None:
+    """Copies do not wait, the matrix grows while some are on their way, and `finish` has them all."""
+    rows = Rows(4096, torch.device("cpu"), expected=1)
+    parts = [torch.randint(256, (n, 4096), dtype=torch.uint8, device="cuda") for n in (3, 4000, 5, 9000)]
+    for part in parts:
+        rows.append(part)
+    assert torch.equal(rows.finish(), torch.cat(parts).cpu())
