@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+import jsonargparse
 import pytest
 
 from trace_lightning.hparams import from_plain, to_plain
 from trace_lightning.rl import GRPO, PolicyLoss
-from trace_lightning.suggestions import did_you_mean, vocabulary
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.suggestions import did_you_mean, plain, vocabulary
+from trace_lightning.types import GuidanceConfig, QuantRecipe, TurnLimits
 
 
 def test_round_trip_of_nested_configs():
@@ -40,3 +41,13 @@ def test_near_matches(message, expected):
     verbs = parser.add_subparsers()
     verbs.add_parser("fit").add_argument("--recipe.kv_cache")
     assert did_you_mean(message, vocabulary(parser, (PolicyLoss,)))[:1] == expected
+
+
+def test_a_value_that_may_be_null_is_refused_in_its_own_words():
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--turns", type=TurnLimits | None)
+    with pytest.raises(jsonargparse.ArgumentError) as typo:
+        parser.parse_args(["--turns.max_turn=3"])
+    assert "NoneType" in str(typo.value)
+    assert plain(str(typo.value)) == "Parser key \"turns\":\n  Option 'max_turn' is not accepted"
+    assert plain("anything else") == "anything else"

@@ -53,12 +53,13 @@ from trace_lightning.callbacks import (
 )
 from trace_lightning.data import PromptDataModule
 from trace_lightning.loading import PromptOrder
+from trace_lightning.models.lora import LoraConfig
 from trace_lightning.module import PolicyModule
 from trace_lightning.rl import AdvantageEstimator, Correction, KLEstimator, LengthPenalty, PolicyLoss
 from trace_lightning.rollout.base import RolloutEngine
-from trace_lightning.suggestions import did_you_mean, vocabulary, way_out
+from trace_lightning.suggestions import did_you_mean, plain, vocabulary, way_out
 from trace_lightning.tasks import RewardFn, Task
-from trace_lightning.types import QuantRecipe
+from trace_lightning.types import QuantRecipe, TurnLimits
 
 if _COLLECTS:
     gc.enable()
@@ -84,7 +85,8 @@ class TraceParser(LightningArgumentParser):
         """Print the message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        hint, known = way_out(message), vocabulary(self, COMPONENTS) | _COMMANDS.keys()
+        message = plain(message)
+        hint, known = way_out(message), vocabulary(self, (*COMPONENTS, LoraConfig, TurnLimits)) | _COMMANDS.keys()
         if "argument subcommand: invalid choice" in message:
             message += f", and {', '.join(_COMMANDS)}"
         if hint is None and (near := did_you_mean(message, known)):
@@ -251,7 +253,8 @@ def main() -> None:
 
 def _say(error: Exception) -> None:
     if getattr(error, "is_mine_to_say", True):  # what several ranks met, one of them says
-        print(f"trace-fit: error: {error}\n(TRACE_LIGHTNING_DEBUG=1 shows where it came from)", file=sys.stderr)
+        where = "(TRACE_LIGHTNING_DEBUG=1 shows where it came from)"
+        print(f"trace-fit: error: {plain(str(error))}\n{where}", file=sys.stderr)
 
 
 class _CurrentStderr(logging.StreamHandler[Any]):

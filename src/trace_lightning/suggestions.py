@@ -20,6 +20,18 @@ _WAYS_OUT = {  # of errors whose own words name neither the mistake nor what to 
     r"arguments are required: .*(model\.path|data\.task)": "A config or an option has to name them. A file of "
     "configs/recipes changes a config and comes behind one: --config configs/grpo_fp4.yaml --config RECIPE.yaml.",
 }
+# What the parser says of a value that may also be null: two errors of which the second says nothing.
+_OR_NULL = re.compile(
+    r"Does not validate against any of the Union subtypes\s+Subtypes: \[[^\]]*NoneType'>\]\s+Errors:\s+- (.*?)\s+"
+    r"- Expected a <class 'NoneType'>.*",
+    re.DOTALL,
+)
+_OF_A_CLASS = re.compile(r"Problem with given class_path '[\w.]+':\s+")
+
+
+def plain(message: str) -> str:
+    """The one reason inside a message about a value that may also be null; any other message as it is."""
+    return _OF_A_CLASS.sub("", _OR_NULL.sub(r"\1", message)) if _OR_NULL.search(message) else message
 
 
 def way_out(message: str) -> str | None:
