@@ -46,7 +46,7 @@ CASES = {
     ),
     "a penalty on every answer": (
         "--model.length_penalty SoftOverlong --model.length_penalty.cache 90",
-        ["cache=90", "max_new_tokens=6"],
+        ["cache=90", "6 tokens", "rollout.sampling.max_new_tokens"],
     ),
     "refills of groups of one": (
         "--rollout.dynamic_sampling.max_refills 1 --rollout.num_generations 1 --model.advantages BatchAdvantage",
