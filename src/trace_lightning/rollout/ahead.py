@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ import torch
 from trace_lightning.quantization.guidance import GuidanceRecord
 
 Draw = Callable[[], None]
+_LOOK_UP_SECONDS = 0.5
 
 
 class DrawingStopped(RuntimeError):
@@ -81,6 +82,9 @@ class Ahead:
         assert self._drawing is not None
         self._is_waited_for = True
         try:
+            # A signal that comes just before the lock is taken does not wake its owner: look up now and then.
+            while not wait([self._drawing], timeout=_LOOK_UP_SECONDS).done:
+                pass
             self._drawing.result()
         finally:
             # Ctrl-C may end the wait before the drawing; `stop` then waits for the thread.
