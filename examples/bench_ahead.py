@@ -16,14 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from support.random_policy import Digits, RandomPolicy
+from support.random_policy import Digits, RandomPolicy, StepMeter
 
 from trace_lightning.bench.shapes import SHAPES
 from trace_lightning.callbacks import Rollout
@@ -32,28 +30,17 @@ from trace_lightning.rl import TIS
 from trace_lightning.types import SamplingParams
 
 WARM_STEPS = 3  # kernels are compiled and graphs captured
-PHASES = ("rollout", "reward", "train", "sync")
 
 
-class Meter(Callback):
-    """Seconds of every step. Only the trainer's stream is waited for: the engine's may be at work."""
+class Meter(StepMeter):
+    """Waits for the trainer's stream alone, since the engine's may be at work; and the age of what is trained on."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.begin = 0.0
-
-    def on_train_start(self, trainer, pl_module) -> None:
-        self.begin = time.perf_counter()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.device.type == "cuda":
+    def wait(self, module) -> None:
+        if module.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        now = time.perf_counter()
-        seconds = {f"{name}_s": value for name, value in batch.seconds.items() if name in (*PHASES, "rollout_wait")}
-        drawn = float(sum(len(completion.token_ids) for completion in batch.completions))
-        old = float(trainer.global_step - 1 - batch.policy_version)
-        self.steps.append({"step_s": now - self.begin, "tokens": drawn, "version_diff": old, **seconds})
-        self.begin = now
+
+    def more(self, trainer, module, batch, step) -> dict[str, float]:
+        return {"version_diff": float(trainer.global_step - 1 - batch.policy_version)}
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -23,8 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from support.random_policy import RECIPE, Digits
+from support.random_policy import RECIPE, Digits, StepMeter
 
 from trace_lightning import SamplingParams
 from trace_lightning.bench.shapes import SHAPES, make_model
@@ -41,28 +40,13 @@ from trace_lightning.rollout.engine import LocalEngine
 WAYS = ("full", "adapter", "merged")
 
 
-class Meter(Callback):
-    """Seconds of every step, and what is allocated when it ends."""
+class Meter(StepMeter):
+    """And what is allocated when a step ends."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.begin = 0.0
-
-    def on_train_start(self, trainer, pl_module) -> None:
-        self.begin = time.perf_counter()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        step: dict[str, float] = {}
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize()
-            step["rest_bytes"] = torch.cuda.memory_allocated()
-        now = time.perf_counter()
-        tokens = sum(len(completion.token_ids) for completion in batch.completions)
-        step |= {"step_s": now - self.begin, **{f"{name}_s": value for name, value in batch.seconds.items()}}
-        step["rollout_tokens_per_s"] = tokens / batch.seconds["rollout"]
-        self.steps.append(step)
-        self.begin = now
+    def more(self, trainer, module, batch, step) -> dict[str, float]:
         print(f"  step {trainer.global_step}: {step['step_s']:.2f} s", flush=True)
+        held = {"rest_bytes": torch.cuda.memory_allocated()} if module.device.type == "cuda" else {}
+        return held | {"rollout_tokens_per_s": step["tokens"] / step["rollout_s"]}
 
 
 def measure(args: argparse.Namespace, way: str, path: Path) -> dict[str, Any]:

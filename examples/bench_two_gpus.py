@@ -26,8 +26,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from support.random_policy import Digits, RandomPolicy
+from support.random_policy import Digits, RandomPolicy, StepMeter
 
 from trace_lightning.bench.shapes import SHAPES
 from trace_lightning.callbacks import Rollout, RunCheckpoint
@@ -42,30 +41,22 @@ ROLLOUT_GAIN, STEP_GAIN, END_SECONDS = 1.9, 1.7, 60.0
 FLAT_BYTES = 2**20
 
 
-class Meter(Callback):
-    """Seconds and memory of every step, and of a weight sync at the end; rank zero writes those of all ranks."""
+class Meter(StepMeter):
+    """And memory, and a weight sync at the end; rank zero writes those of all ranks."""
 
     def __init__(self, rollout: Rollout, path: Path | None) -> None:
-        self.rollout, self.path, self.steps = rollout, path, []
-        self.begin = 0.0
+        super().__init__()
+        self.rollout, self.path = rollout, path
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         # Called after the Rollout callback, which comes first in the list.
-        self.sync_device(pl_module)
+        self.wait(pl_module)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.sync_device(pl_module)
-        now = time.perf_counter()
-        tokens = sum(len(completion.token_ids) for completion in batch.completions)
-        step = {"step_s": now - self.begin, "tokens": tokens, **{f"{k}_s": v for k, v in batch.seconds.items()}}
-        if pl_module.device.type == "cuda":
-            step |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-        self.steps.append(step)
-        self.begin = now
+    def more(self, trainer, module, batch, step) -> dict[str, float]:
         print(f"step {trainer.global_step}: {step['step_s']:.2f} s", flush=True)
-
-    def on_train_start(self, trainer, pl_module) -> None:
-        self.begin = time.perf_counter()
+        if module.device.type != "cuda":
+            return {}
+        return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
     def on_train_end(self, trainer, pl_module) -> None:
         found = {"steps": self.steps, "sync": self.time_sync(pl_module, trainer.global_step)}
@@ -80,21 +71,16 @@ class Meter(Callback):
         """Median seconds of three syncs, and the most bytes that one takes above what is held anyway."""
         seconds, above = [], 0
         for _ in range(3):
-            self.sync_device(module)
+            self.wait(module)
             cuda = module.device.type == "cuda"
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             held, begin = torch.cuda.memory_allocated() if cuda else 0, time.perf_counter()
             self.rollout.engine.load_weights(Weights(module.policy), version=version)
-            self.sync_device(module)
+            self.wait(module)
             seconds.append(time.perf_counter() - begin)
             above = max(above, torch.cuda.max_memory_allocated() - held if cuda else 0)
         return {"seconds": statistics.median(seconds), "bytes_above": above}
-
-    @staticmethod
-    def sync_device(module: Any) -> None:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -5,7 +5,11 @@ tokens as any other.
 """
 
 import itertools
+import time
 from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
 
 from trace_lightning.bench.shapes import SHAPES, make_model
 from trace_lightning.models.policy import set_gradient_checkpointing
@@ -54,3 +58,31 @@ class RandomPolicy(PolicyModule):
             set_gradient_checkpointing(model, self.recompute)
             self.policy = model.train()
             self.shard()
+
+
+class StepMeter(Callback):
+    """Seconds, drawn tokens and phases of every step; a bench adds what else it wants to know of one."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.begin = 0.0
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.begin = time.perf_counter()
+
+    def wait(self, module) -> None:
+        """Let the device finish the step."""
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def more(self, trainer, module, batch, step: dict[str, float]) -> dict[str, float]:
+        """Further columns of `step`."""
+        return {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.wait(pl_module)
+        now = time.perf_counter()
+        tokens = float(sum(len(completion.token_ids) for completion in batch.completions))
+        step = {"step_s": now - self.begin, "tokens": tokens, **{f"{k}_s": v for k, v in batch.seconds.items()}}
+        self.steps.append(step | self.more(trainer, pl_module, batch, step))
+        self.begin = now
