@@ -40,11 +40,10 @@ def _rung(plan: Plan, shape: str, size: float) -> dict[str, Any]:
 def ladder_table(plan: Plan, rows: list[dict[str, Any]]) -> Table:
     """Sequences of full length that fit beside each shape; a dash where the shape does not."""
     title = f"Sequences of {plan.longest} tokens that fit, {plan.recipe.label}, {plan.precision}"
-    layers = "recomputed" if plan.gradient_checkpointing else "not recomputed (--gradient_checkpointing)"
     caption = (
-        f"-: does not fit. Micro-batches of {plan.max_tokens_per_microbatch:,} tokens (--max_tokens_per_microbatch), "
-        f"layers {layers}"
+        f"-: does not fit, micro-batches of {plan.max_tokens_per_microbatch:,} tokens (--max_tokens_per_microbatch"
     )
+    caption += ")" if plan.gradient_checkpointing else "; --gradient_checkpointing takes less)"
     table = Table("shape", "trained", title=title, title_justify="left", caption=caption, caption_justify="left")
     for rung in rows[0]["sizes"]:
         table.add_column(f"{rung['gb']:g} GB", justify="right")
