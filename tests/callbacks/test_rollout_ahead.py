@@ -180,9 +180,11 @@ def test_prompts_are_those_of_mode_0_and_nothing_is_drawn_for_nobody(device: str
 def test_with_refills_all_of_a_batch_is_of_one_version() -> None:
     """And the policy stays in training mode while it trains."""
     keep, engine, module, modes = Keep(), Counting(), make_module(), []
-    engine.act = lambda call, progress: modes.append(module.training)
-    fit(make_rollout(engine=engine, dynamic_sampling=DynamicSampling(max_refills=1)), keep, module=module, max_steps=2)
-    assert (modes[0], modes[-1]) == (False, True)
+    rollout = make_rollout(engine=engine, dynamic_sampling=DynamicSampling(max_refills=1))
+    engine.act = lambda call, progress: modes.append((rollout._ahead.is_behind, module.training))
+    fit(rollout, keep, module=module, max_steps=2)
+    assert modes[0] == (False, False)
+    assert (True, True) in modes  # a refill may be drawn when the trainer waits already
     assert [{c.policy_version for c in batch.completions} for batch in keep.batches] == [{0}, {0}]
     assert "dynamic_sampling/refills" in keep.batches[1].stats
     assert keep.versions == [0.0, 1.0]
