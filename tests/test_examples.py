@@ -42,6 +42,10 @@ ARGUMENTS = {
     "pretrain_tiny": ["--steps", "3", "--out", "tiny"],
     "bench_lora": ["--device", "cpu", "--shape", "tiny", "--rank", "8", "--warm", "1", "--steps", "2"],
     "bench_two_gpus": ["--device", "cpu", "--shape", "tiny", "--steps", "2", "--runs", "one", "fsdp2", "--kill"],
+    "bench_step": [
+        *("--device", "cpu", "--shape", "tiny", "--recipes", "bf16", "w4a4kv4", "--steps", "1", "--prompts", "2"),
+        *("--generations", "2", "--new_tokens", "4", "--json", "step.json"),
+    ],
     "bench_ahead": [
         *("--device", "cpu", "--shape", "tiny", "--steps", "3", "--prompts", "2", "--generations", "2"),
         *("--new_tokens", "4", "--json", "ahead.json"),
@@ -130,6 +134,14 @@ def check_bench_ahead(folder: Path) -> None:
     assert "rollout_wait_s" in after
 
 
+def check_bench_step(folder: Path) -> None:
+    """As many tokens under every recipe; ratios are over BF16."""
+    base, fp4 = json.loads((folder / "step.json").read_text())["runs"].values()
+    assert base["tokens"] == fp4["tokens"] == 2 * 2 * 4
+    assert set(base["gain"].values()) == {1.0}
+    assert fp4["gain"]["train_s"] == base["train_s"] / fp4["train_s"]
+
+
 def check_algorithms_study(folder: Path) -> None:
     """Both recipes have what was measured over two rollouts, and a second call repeats no run."""
     content = json.loads((folder / "algorithms.json").read_text())
@@ -167,6 +179,7 @@ CHECKS = {
     "estimate_peaks": check_estimate_peaks,
     "bench_two_gpus": check_bench_two_gpus,
     "bench_ahead": check_bench_ahead,
+    "bench_step": check_bench_step,
     "algorithms_study": check_algorithms_study,
 }
 

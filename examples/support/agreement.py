@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from trace_kernels import Quantized
 from trace_kernels.formats import e2m1_encode
+from trace_kernels.round_values import Guide, round_values
 from trace_lightning.metrics import audit_values, position_curve, position_slope
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.probe.agreement import (
@@ -24,7 +25,6 @@ from trace_lightning.probe.agreement import (
     restrict,
 )
 from trace_lightning.probe.agreement import full_record as record_all
-from trace_lightning.quantization.guidance import SiteTable
 from trace_lightning.quantization.rounding import GuidedRounding
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import MicroBatch
@@ -42,14 +42,18 @@ _GAPS = {"mean_abs_dlogp": f"{_DLOGP}/mean", "max_abs_dlogp": f"{_DLOGP}/max", "
 class RolloutScales(GuidedRounding):
     """Takes the rollout's scales and rounds to nearest on them."""
 
-    def _round(self, layer: int, site: str, x: Tensor, fmt: Any, table: SiteTable) -> Quantized:
-        return self._nearest(x, super()._round(layer, site, x, fmt, table), fmt)
-
-    def _audit(self, layer: int, site: str, x: Tensor, q: Quantized, fmt: Any, table: SiteTable) -> None:
-        super()._audit(layer, site, x, self._nearest(x, q, fmt), fmt, table)
-
-    def _nearest(self, x: Tensor, q: Quantized, fmt: Any) -> Quantized:
+    def codes(self, x: Tensor, guide: Guide, fmt: Any) -> Quantized:
+        """The codes nearest on the scales of the guide."""
+        q = super().codes(x, guide, fmt)
         return replace(q, codes=e2m1_encode(fmt.normalize(x, q.scale, q.outer)).flatten(-2))
+
+    def guided_values(self, x: Tensor, fmt: Any, outer: Tensor | None, guide: Guide | None) -> Tensor:
+        """Values of `codes`, in torch."""
+        values = round_values(x, fmt, outer)
+        if guide is not None:
+            tokens = (guide.row >= 0).nonzero().squeeze(-1)
+            values[tokens] = fmt.dequantize(self.codes(x[tokens], guide.followed(tokens), fmt), x.dtype)
+        return values
 
 
 def make_trainer(path: str, recipe: QuantRecipe, device: torch.device) -> PreTrainedModel:

@@ -46,15 +46,15 @@ class Digits(Task):
 class RandomPolicy(PolicyModule):
     """A policy of a published shape with random weights, drawn where it trains."""
 
-    def __init__(self, shape: str, recompute: bool, **settings: Any) -> None:
-        super().__init__(path="builtin:tiny-qwen3", recipe=RECIPE, **settings)  # for its tokenizer
+    def __init__(self, shape: str, recompute: bool, recipe: QuantRecipe = RECIPE, **settings: Any) -> None:
+        super().__init__(path="builtin:tiny-qwen3", recipe=recipe, **settings)  # for its tokenizer
         self.shape_name, self.recompute = shape, recompute
         self.context_length = SHAPES[shape].max_positions
 
     def configure_model(self) -> None:
         if self.policy is None:
             model = make_model(SHAPES[self.shape_name], None, self.trainer.strategy.root_device).float()
-            install_qat(model, RECIPE.trained)
+            install_qat(model, self.recipe.trained)
             set_gradient_checkpointing(model, self.recompute)
             self.policy = model.train()
             self.shard()

@@ -56,6 +56,21 @@ def e2m1_encode(z):
 
 
 @triton.jit
+def e2m1_bracket(z):
+    """Index (0..6, int32) of the lower of the two E2M1 magnitudes around |z|; see `formats.e2m1_bracket`."""
+    bits = abs_bits(z)
+    one_bit = (bits >> 22) - 252
+    halves = (tl.minimum(bits, 0x40000000).to(tl.float32, bitcast=True) * 2).to(tl.int32)  # up to 2, NaN too
+    return tl.minimum(tl.maximum(tl.maximum(halves, one_bit), 0), 6)
+
+
+@triton.jit
+def signed_code(index, z):
+    """Codes from magnitude indices and the signs of z; index 0 has code 0 whatever the sign."""
+    return tl.where((z < 0) & (index > 0), index + 8, index)
+
+
+@triton.jit
 def e2m1_value(code):
     """FP32 values of codes 0..15 (int32)."""
     bits = ((code & 8) << 28) | ((code & 7) << 22)  # the exponent is 126 too small, and 0.5 is subnormal
@@ -76,6 +91,23 @@ def e4m3_scale_value(byte):
     """FP32 values of our scale bytes (int32): normal codes and NaN, no subnormals."""
     bits = tl.where(byte == 0x7F, 0x7FC00000, (byte + 960) << 20)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lower_e4m3_byte(amax_bits, outer):
+    """The lower of the two scale bytes around the unrounded scale of finite maxima; see `formats.e4m3_adjacent`."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    ideal = tl.math.div_rn(tl.math.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), outer)
+    bits = tl.minimum(tl.maximum(abs_bits(ideal), 0x3C800000), 0x43E00000)  # 2**-6 ... 448
+    return tl.minimum(tl.maximum((bits >> 20) - 960, 0x08), 0x7D)
+
+
+@triton.jit
+def lower_e8m0_byte(amax_bits):
+    """The lower of the two scale bytes around log2(amax) - 2.5 of finite maxima; see `formats.e8m0_adjacent`."""
+    upper_half = (amax_bits & 0x7FFFFF) >= 0x3504F3
+    byte = e8m0_scale_byte(amax_bits)
+    return tl.minimum(tl.maximum(tl.where(upper_half, byte, byte - 1), 1), 253)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from numerics import assert_bit_equal
 from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, perturbed, rollout_logprobs, sampling
 from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpack_codes
 from trace_kernels import formats as F4
+from trace_kernels.round_values import Guide
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
 from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, check_budget
@@ -252,7 +253,7 @@ class TestGuidedValues:
         fmt, x = NVFP4(), torch.randn(4, 32)
         record = record_of(GuidanceConfig(mode="full"), [fmt.quantize(x)], [[True, True, False, True]])
         rows = GuidanceRows.from_rows(record, torch.tensor([[3, 0, 2, -1], [0, 3, 1, 0]]), CPU)
-        assert rows.rows[rows.audit_index].tolist() == [3, 0, 1]
+        assert rows.row[rows.audit_tokens].tolist() == [3, 0, 1]
         assert rows.audit_entries.tolist() == [2, 0, 1]
         GuidedRounding(rows).values(0, "attn_in", x[[3, 0, 2, 2, 0, 3, 1, 0]], fmt)
         elements, _, _, after, *_ = rows.mismatch.sums[0, "attn_in"].tolist()
@@ -286,8 +287,8 @@ class Measuring(GuidedRounding):
         result = super().values(layer, site, x, fmt, outer)
         table = self.rows.table(layer, site)
         assert table is not None
-        index, rows = self.rows.guided_index, self.rows.rows
-        row_outer = table.outer
+        index = (self.rows.row >= 0).nonzero().squeeze(-1)
+        rows, row_outer = self.rows.row[index], table.outer
         if row_outer is not None:
             row_outer = (row_outer if site in ("k", "v") else row_outer[rows]).unsqueeze(-1)
         scale, codes, width = table.scale[rows], unpack_codes(table.audit[self.rows.audit_entries]), x.shape[-1]  # type: ignore[index]
@@ -310,16 +311,23 @@ class BothModes(GuidedRounding):
         super().__init__(rows)
         self.inside: dict[tuple[int, str], tuple[int, int]] = {}  # codes in the trainer's bracket, unequal ones
 
-    def _round(self, layer: int, site: str, x: Tensor, fmt: Any, table: Any) -> Quantized:
-        q = super()._round(layer, site, x, fmt, table)
-        rolled = unpack_codes(table.codes[self.rows.rows])
+    def values(self, layer: int, site: str, x: Tensor, fmt: Any, outer: Tensor | None = None) -> Tensor:
+        guide = self.rows.guide(layer, site)
+        assert guide is not None
+        tokens = (guide.row >= 0).nonzero().squeeze(-1)
+        guide = guide.followed(tokens)
+        self.compare(layer, site, x[tokens], fmt, guide)
+        return super().values(layer, site, x, fmt, outer)
+
+    def compare(self, layer: int, site: str, x: Tensor, fmt: Any, guide: Guide) -> None:
+        q = self.codes(x, guide, fmt)
+        rolled = unpack_codes(guide.codes)
         assert q.scale is not None
         parity = fmt.round_parity(x, q.scale, q.outer, rolled & 1)
         z = fmt.normalize(x, q.scale, q.outer).flatten(-2)
         lower = F4.e2m1_bracket(z)
         inside = (F4.with_sign(lower, z < 0) == rolled) | (F4.with_sign(lower + 1, z < 0) == rolled)
         self.inside[layer, site] = int(inside.sum()), int((parity.codes != q.codes)[inside].sum())
-        return q
 
 
 class TestOnATrajectory:
@@ -364,7 +372,7 @@ class TestOnATrajectory:
         scorer.logprobs(policy, 0.8, rounding)
         assert rounding.rows.mismatch.compute()["after"] == 0
         for key, sums in rounding.rows.mismatch.sums.items():
-            assert sums[AUDIT_SUMS.index("tokens")] == len(rounding.rows.audit_index), key
+            assert sums[AUDIT_SUMS.index("tokens")] == len(rounding.rows.audit_tokens), key
             assert sums[AUDIT_SUMS.index("gap_after")] == 0, key
 
     @pytest.mark.parametrize("mode", ["full", "parity"])

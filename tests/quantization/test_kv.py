@@ -26,13 +26,13 @@ class Witness(NearestRounding):
         super().__init__()
         self.used: dict[tuple[int, str], float] = {}
 
-    def quantize(self, layer: int, site: str, x: Tensor, fmt: Any, outer: Tensor | None = None) -> Any:
+    def values(self, layer: int, site: str, x: Tensor, fmt: Any, outer: Tensor | None = None) -> Any:
         if site not in ("k", "v"):
-            return super().quantize(layer, site, x, fmt, outer)
+            return super().values(layer, site, x, fmt, outer)
         assert outer is not None
         share = (x.abs().amax((0, 2)) / (outer.squeeze(-1) * 448 * 6)).max().item()
         self.used[layer, site] = max(share, self.used.get((layer, site), 0.0))
-        return super().quantize(layer, site, x, fmt, outer)
+        return super().values(layer, site, x, fmt, outer)
 
 
 def scales_of(model: Any, fmt: str = "nvfp4", *, rotated: bool = False) -> Tensor:

@@ -225,9 +225,9 @@ class TestForward:
         calls: list[tuple[int, str]] = []
 
         class Counting(NearestRounding):
-            def quantize(self, layer: int, site: str, *args: Any, **kwargs: Any) -> Any:
+            def values(self, layer: int, site: str, *args: Any, **kwargs: Any) -> Any:
                 calls.append((layer, site))
-                return super().quantize(layer, site, *args, **kwargs)
+                return super().values(layer, site, *args, **kwargs)
 
         policy = make_policy("qwen3", W4A4KV4)
         final_hidden(policy, token_ids(), Counting())

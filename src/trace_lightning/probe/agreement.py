@@ -25,11 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_kernels import BlockFormat, pack_bits, parity_bits
+from trace_kernels.round_values import Guide, round_values
 from trace_lightning.metrics import DivergenceMetrics
 from trace_lightning.metrics.positions import position_sums
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, MismatchCounts
 from trace_lightning.quantization.qat import QATLinear, install_qat
-from trace_lightning.quantization.rounding import NEAREST, GuidedRounding, Rounding
+from trace_lightning.quantization.rounding import GuidedRounding, Rounding
 from trace_lightning.rollout.base import Progress, RolloutEngine
 from trace_lightning.rollout.microbatch import MicroBatch, collate_rollout, plan_microbatches, take
 from trace_lightning.rollout.scoring import score_all
@@ -62,10 +63,9 @@ class OtherKernelQATLinear(QATLinear):
 class AuditedNearest(GuidedRounding):
     """Not guided, but its codes are compared with the record's: what the audit calls `before` is what is used."""
 
-    def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
+    def guided_values(self, x: Tensor, fmt: BlockFormat, outer: Tensor | None, guide: Guide | None) -> Tensor:
         """Nearest rounding on own scales."""
-        super().values(layer, site, x, fmt, outer)
-        return NEAREST.values(layer, site, x, fmt, outer)
+        return round_values(x, fmt, outer)
 
 
 @dataclass(frozen=True)

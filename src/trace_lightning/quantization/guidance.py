@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from trace_kernels.round_values import Guide
 from trace_lightning.types import GuidanceConfig
 
 Key = tuple[int, str]  # (layer, site)
@@ -110,16 +111,18 @@ class MismatchCounts:
 
 @dataclass
 class GuidanceRows:
-    """Guidance of one micro-batch of N = B * T flat tokens: which tokens are guided, and by which rows.
+    """Guidance of one micro-batch of N = B * T flat tokens: which rows they follow, and which of them are audited.
 
-    Built once per micro-batch on the CPU, so the forward pass gathers without waiting for a number from the device.
+    Built once per micro-batch on the CPU, so the forward pass never waits for a number from the device. A record on the
+    host is gathered to the micro-batch before it moves: there `row` counts the gathered rows.
     """
 
     record: GuidanceRecord
-    guided_index: Tensor  # int64 [G], flat positions of guided tokens
-    rows: Tensor  # int64 [G], their rows; where the record is, which may be the host
-    unguided_index: Tensor  # int64 [N - G], padding and unrecorded tokens: they round to nearest
-    audit_index: Tensor  # int64 [A], which of the G are audited: each audited row once, for a group shares its prompt
+    row: Tensor  # int64 [N], of the tables as `guide` returns them; -1: padding and unrecorded tokens, nearest rounding
+    gathered: (
+        Tensor | None
+    )  # int64 [G] on the host, rows of the record that move; None where the record is on the device
+    audit_tokens: Tensor  # int64 [A], flat positions: each audited row once, for a group shares its prompt
     audit_entries: Tensor  # int64 [A], their audit entries
     mismatch: MismatchCounts = field(default_factory=MismatchCounts)
 
@@ -130,23 +133,45 @@ class GuidanceRows:
         Raises:
             ValueError: if a row lies outside the record: batch and record belong to different rollouts.
         """
-        flat = rows_BT.reshape(-1)
-        if flat.numel() and int(flat.max()) >= record.num_rows:
+        row = rows_BT.reshape(-1)
+        if row.numel() and int(row.max()) >= record.num_rows:
             raise ValueError(
-                f"the batch refers to guidance row {int(flat.max())}, but the record of policy version "
+                f"the batch refers to guidance row {int(row.max())}, but the record of policy version "
                 f"{record.policy_version} has {record.num_rows} rows: they come from different rollouts"
             )
-        guided = (flat >= 0).nonzero().squeeze(-1)
-        rows = flat[guided]
-        entries = record.audit_of_row[rows]
+        guided = (row >= 0).nonzero().squeeze(-1)
+        entries = record.audit_of_row[row[guided]]
         audited = _first_of_each(entries)
-        unguided = (flat < 0).nonzero().squeeze(-1)
-        guided, unguided, audited, entries = (part.to(device) for part in (guided, unguided, audited, entries[audited]))
-        store = next((table.codes.device for table in record.tables.values()), device)
-        return cls(record, guided, rows.to(store), unguided, audited, entries)
+        on_device = all(table.codes.device.type == device.type for table in record.tables.values())
+        gathered = None if on_device else row[guided]
+        if gathered is not None:
+            row = torch.full_like(row, -1).index_copy_(0, guided, torch.arange(len(guided)))
+        return cls(record, row.to(device), gathered, guided[audited].to(device), entries[audited].to(device))
 
     def table(self, layer: int, site: str) -> SiteTable | None:
         return self.record.tables.get((layer, site))
+
+    def guide(self, layer: int, site: str) -> Guide | None:
+        """What the tokens follow at a site, on their device; None where nothing was recorded."""
+        table = self.table(layer, site)
+        if table is None:
+            return None
+        per_token, config = site not in ("k", "v"), self.record.config
+        outer = table.outer
+        if outer is not None:
+            outer = self._moved(outer) if per_token else outer.to(self.row.device)
+        return Guide(
+            row=self.row,
+            scale=self._moved(table.scale),
+            codes=self._moved(table.codes),
+            outer=outer,
+            per_token=per_token,
+            full=config.mode == "full",
+            scale_bits=config.scales == "parity",
+        )
+
+    def _moved(self, table: Tensor) -> Tensor:
+        return table if self.gathered is None else table[self.gathered].to(self.row.device)
 
 
 def _first_of_each(entries: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trace_kernels import BlockFormat, get_format, straight_through
 from trace_kernels.compensation import compensated
 from trace_kernels.kv_append import rotate
+from trace_kernels.round_values import round_values
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
@@ -57,7 +58,8 @@ class QATGroup:
         self.residual_share = 0.0
         self.members: list[QATLinear] = []
         self.base: Tensor | None = None  # rows of all members, frozen and without gradient, under LoRA (lora.py)
-        self.cached: dict[int, Tensor] | None = None
+        self.cached: dict[int, Tensor] | None = None  # see QATState.cache_weights
+        self.cached_outer: Tensor | None = None
         self._input: Tensor | None = None
         self._rounded: Tensor | None = None
         self._uses = 0
@@ -91,12 +93,21 @@ class QATGroup:
         value = None if self.cached is None else self.cached.get(id(linear))
         if value is None:
             with torch.no_grad():
-                amax = torch.stack([member.merged().abs().amax() for member in self.members]).amax().float()
-                outer = self.weights.outer_from_amax(amax.reshape(1, 1))
-                value = quantized_weight(linear.merged(), self.weights, outer).to(_matmul_dtype(linear.weight))
+                outer, dtype = self._weight_outer(self.weights), _matmul_dtype(linear.weight)
+                value = quantized_weight(linear.merged(), self.weights, outer, dtype=dtype)
             if self.cached is not None:
                 self.cached[id(linear)] = value
         return straight_through(linear.merged(), value)
+
+    def _weight_outer(self, fmt: BlockFormat) -> Tensor | None:
+        """FP32 [1, 1]: the outer scale that all members share; None for formats without."""
+        if self.cached_outer is not None:
+            return self.cached_outer
+        peaks = [torch.linalg.vector_norm(member.merged(), torch.inf).float() for member in self.members]
+        outer = fmt.outer_from_amax(torch.stack(peaks).amax().reshape(1, 1))
+        if self.cached is not None:
+            self.cached_outer = outer
+        return outer
 
 
 def _matmul_dtype(weight: Tensor) -> torch.dtype:
@@ -105,9 +116,11 @@ def _matmul_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-def quantized_weight(weight: Tensor, fmt: BlockFormat, outer: Tensor | None) -> Tensor:
-    """`DQ(Q(W))` in the dtype of `weight`; FP8 has one scale per output row, so the group's outer scale is not used."""
-    return fmt.dequantize(fmt.quantize(weight, outer if fmt.guidable else None), weight.dtype)
+def quantized_weight(
+    weight: Tensor, fmt: BlockFormat, outer: Tensor | None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`DQ(Q(W))` in `dtype`, that of the weight by default; only formats that are guidable share an outer scale."""
+    return round_values(weight, fmt, outer if fmt.guidable else None, dtype=dtype)
 
 
 class QATLinear(nn.Linear):
@@ -135,6 +148,7 @@ class QATKV:
         self, layer: int, fmt: BlockFormat | None, attention: nn.Module, norm: nn.Module | None, rotated: bool
     ) -> None:
         self.layer, self.fmt, self.rotated = layer, fmt, rotated
+        self.cached: list[tuple[Tensor | None, Tensor | None]] | None = None  # see QATState.cache_weights
         self._modules = (attention, norm)  # a tuple hides them from nn.Module's registration
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,9 +157,16 @@ class QATKV:
             return query, key, value
         if self.rotated:
             query, key = rotate(query), rotate(key)
-        weights = KVWeights.of(*self._modules)
-        outer = kv_outer_scales(weights, key.shape[1], self.fmt, rotated=self.rotated, device=key.device)
-        return query, self._round(key, "k", rounding, outer[0]), self._round(value, "v", rounding, outer[1])
+        k_outer, v_outer = self._outer_scales(self.fmt, key.shape[1], key.device)
+        return query, self._round(key, "k", rounding, k_outer), self._round(value, "v", rounding, v_outer)
+
+    def _outer_scales(self, fmt: BlockFormat, heads: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        if self.cached:
+            return self.cached[0]
+        found = kv_outer_scales(KVWeights.of(*self._modules), heads, fmt, rotated=self.rotated, device=device)
+        if self.cached is not None:
+            self.cached.append(found)
+        return found
 
     def _round(self, x_BHTD: Tensor, site: str, rounding: Rounding, outer: Tensor | None) -> Tensor:
         tokens = x_BHTD.transpose(1, 2)
@@ -220,7 +241,9 @@ class QATState:
 
     @contextmanager
     def cache_weights(self, *, keep: bool = True) -> Iterator[None]:
-        """Quantise each weight once inside the block. No optimizer step may happen in it.
+        """Quantise each weight, and find the outer scales of K and V, once inside the block.
+
+        No optimizer step may happen in it.
 
         Leaving it also lets go of the guidance of the last micro-batch, which the layers hold for recomputation.
 
@@ -229,11 +252,15 @@ class QATState:
         """
         for group in self.groups:
             group.cached = {} if keep else None
+        for kv in self.kvs:
+            kv.cached = []
         try:
             yield
         finally:
             for group in self.groups:
-                group.cached = None
+                group.cached = group.cached_outer = None
+            for kv in self.kvs:
+                kv.cached = None
             for state in self.states:
                 state.rounding = NEAREST
 

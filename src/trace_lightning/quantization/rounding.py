@@ -19,10 +19,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trace_kernels import BlockFormat, Quantized, straight_through, unpack_bits, unpack_codes
+from trace_kernels import BlockFormat, Quantized, straight_through, unpack_codes
 from trace_kernels.formats import e2m1_encode
 from trace_kernels.quantize import _E2M1Format
-from trace_lightning.quantization.guidance import GuidanceRows, SiteTable
+from trace_kernels.round_values import Guide, guided_codes, round_values
+from trace_lightning.quantization.guidance import GuidanceRows
 from trace_lightning.quantization.recorder import SiteViews
 
 
@@ -56,6 +57,8 @@ class NearestRounding(Rounding):
         return q
 
     def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
+        if self.recorder is None:
+            return round_values(x, fmt, outer)
         return fmt.dequantize(self.quantize(layer, site, x, fmt, outer), x.dtype)
 
 
@@ -69,49 +72,37 @@ class GuidedRounding(Rounding):
         self.rows = rows
 
     def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
-        table = self.rows.table(layer, site)
-        if table is None:
-            return NEAREST.values(layer, site, x, fmt, outer)
-        assert isinstance(fmt, _E2M1Format), f"{fmt.name} cannot be guided; the recipe should have refused this"
-        guided = self._round(layer, site, x[self.rows.guided_index], fmt, table)
-        result = torch.empty_like(x)
-        result[self.rows.guided_index] = fmt.dequantize(guided, x.dtype)
-        rest = self.rows.unguided_index
-        if len(rest):
-            result[rest] = NEAREST.values(layer, site, x[rest], fmt, outer)
-        return result
+        guide = self.rows.guide(layer, site)
+        if guide is not None:
+            self.audit(layer, site, x, fmt, guide)
+        return self.guided_values(x, fmt, outer, guide)
 
-    def _round(self, layer: int, site: str, x: Tensor, fmt: _E2M1Format, table: SiteTable) -> Quantized:
-        rows, config = self.rows.rows, self.rows.record.config
-        padded = -(-x.shape[-1] // fmt.block_size) * fmt.block_size
-        outer = table.outer
-        if outer is not None:
-            outer = (outer if site in ("k", "v") else outer[rows]).to(x.device).unsqueeze(-1)
-        scale, recorded = table.scale[rows].to(x.device), table.codes[rows].to(x.device)
-        if config.scales == "parity":
-            scale = fmt.scale_from_parity(x, outer, unpack_bits(scale, padded // fmt.block_size))
-        if config.mode == "full":
-            q = fmt.round_full(x, scale, outer, unpack_codes(recorded))
-        else:
-            q = fmt.round_parity(x, scale, outer, unpack_bits(recorded, padded))
-        if len(self.rows.audit_index):
-            self._audit(layer, site, x, Quantized(q.codes, scale, outer, q.width), fmt, table)
-        return q
+    def guided_values(self, x: Tensor, fmt: BlockFormat, outer: Tensor | None, guide: Guide | None) -> Tensor:
+        """Values of all tokens: those with a row as `codes` says, the others rounded to nearest."""
+        return round_values(x, fmt, outer, guide=guide)
+
+    def codes(self, x: Tensor, guide: Guide, fmt: BlockFormat) -> Quantized:
+        """Codes of tokens that all follow a row, in the order of the guide."""
+        return guided_codes(x, guide, fmt)
 
     @torch.no_grad()
-    def _audit(self, layer: int, site: str, x: Tensor, q: Quantized, fmt: _E2M1Format, table: SiteTable) -> None:
-        """Compare the audited rows of `q`, the codes used on the rollout's scales, with the rollout's codes."""
+    def audit(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, guide: Guide) -> None:
+        """Compare the codes of audited tokens with the rollout's; once, for a recomputed forward pass uses the same."""
+        tokens, key = self.rows.audit_tokens, (layer, site)
+        if not len(tokens) or key in self.rows.mismatch.sums:
+            return
+        table = self.rows.table(layer, site)
+        assert isinstance(fmt, _E2M1Format)
+        assert table is not None
         assert table.audit is not None
-        assert q.scale is not None
-        index, shared = self.rows.audit_index, site in ("k", "v")
-        outer = q.outer if q.outer is None or shared else q.outer[index]
-        x, used = x[index], Quantized(q.codes[index], q.scale[index], outer, q.width)
+        x, guide = x[tokens], guide.followed(tokens)
+        used = self.codes(x, guide, fmt)
         rolled = unpack_codes(table.audit[self.rows.audit_entries.to(table.audit.device)].to(x.device))
-        own = fmt.quantize(x, outer if shared else None)
+        own = fmt.quantize(x, None if guide.per_token else used.outer)
         sums = torch.cat((_code_sums(own.codes, used.codes, rolled), _value_sums(x, own, used, rolled, fmt)))
-        if self.rows.record.config.scales == "parity":
+        if guide.scale_bits:
             sums[5:] = 0  # the scales are the trainer's reading of one bit: the rollout's values are not known
-        self.rows.mismatch.add((layer, site), sums)
+        self.rows.mismatch.add(key, sums)
 
 
 def _code_sums(own: Tensor, used: Tensor, rolled: Tensor) -> Tensor:
