@@ -14,7 +14,9 @@ from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpa
 from trace_kernels import formats as F4
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
-from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, check_budget
+from trace_lightning.quantization.record_budget import check_budget
+from trace_lightning.quantization.record_layout import SiteShape
+from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
 from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
 

@@ -23,7 +23,8 @@ import torch
 from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
 from trace_lightning.estimate.adapters import base_bytes, largest_linear, rollout_adapter_bytes
 from trace_lightning.estimate.plan import Plan
-from trace_lightning.quantization.recorder import GuidanceRecorder, RowLayout
+from trace_lightning.quantization.record_layout import RowLayout
+from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.types import FP4
 
 PHASES = ("rollout", "train", "step")

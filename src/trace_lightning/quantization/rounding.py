@@ -23,7 +23,7 @@ from trace_kernels import BlockFormat, Quantized, straight_through, unpack_bits,
 from trace_kernels.formats import e2m1_encode
 from trace_kernels.quantize import _E2M1Format
 from trace_lightning.quantization.guidance import GuidanceRows, SiteTable
-from trace_lightning.quantization.recorder import SiteViews
+from trace_lightning.quantization.record_views import SiteViews
 
 
 class Rounding(ABC):

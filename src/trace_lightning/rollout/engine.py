@@ -24,13 +24,10 @@ from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.models.sharding import Weights
 from trace_lightning.quantization.guidance import Key
-from trace_lightning.quantization.recorder import (
-    GuidanceRecorder,
-    SiteShape,
-    StepRecorder,
-    check_budget,
-    free_gpu_memory,
-)
+from trace_lightning.quantization.record_budget import check_budget, free_gpu_memory
+from trace_lightning.quantization.record_layout import SiteShape
+from trace_lightning.quantization.record_views import StepRecorder
+from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.decode_state import DecodeState, StateShape
