@@ -12,11 +12,12 @@ from numerics import assert_no_worse_than_torch
 from tiny import make_engine, make_model, make_prompts, rollout_logprobs, sync
 from trace_kernels.kv_pages import KVPages
 from trace_lightning.models.policy import final_hidden, logits_head
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.batch import DecodeBatch, PrefillBatch, Segment
 from trace_lightning.rollout.kv_pool import PagedKV
-from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
 PLAIN = QuantRecipe()

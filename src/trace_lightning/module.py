@@ -35,6 +35,7 @@ from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.ranks import together
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.clipped_losses import GRPO
 from trace_lightning.rl.corrections import Correction, apply_corrections, check_corrections
@@ -45,7 +46,7 @@ from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microb
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
 from trace_lightning.rollout.scoring import score, score_all, spread
 from trace_lightning.strategy import check_strategy
-from trace_lightning.types import QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.types import RolloutBatch, SamplingParams
 
 log = logging.getLogger(__name__)
 _HEALTHY_MISMATCH = 0.01

@@ -18,7 +18,7 @@ from trace_lightning.quantization.record_budget import check_budget
 from trace_lightning.quantization.record_layout import SiteShape
 from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
-from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 
 CPU = torch.device("cpu")
 PROMPTS = make_prompts(5, 17, 31)

@@ -17,6 +17,7 @@ import torch
 from own_environments import Counting, Misbehaving, Rendezvous, Talk
 from tiny import EOS, Scorer, TinyTokenizer, make_engine, make_policy, make_prompts, sampling
 from trace_lightning.quantization.rounding import GuidedRounding
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.engine import LocalEngine
@@ -26,16 +27,7 @@ from trace_lightning.rollout.scoring import score
 from trace_lightning.tasks.base import Task
 from trace_lightning.tasks.environment import Step
 from trace_lightning.tasks.environment_pool import Processes
-from trace_lightning.types import (
-    Completion,
-    GuidanceConfig,
-    Problem,
-    Prompt,
-    QuantRecipe,
-    RolloutBatch,
-    SamplingParams,
-    TurnLimits,
-)
+from trace_lightning.types import Completion, Problem, Prompt, RolloutBatch, SamplingParams, TurnLimits
 
 PROMPTS = make_prompts(1, 5, 16, 31)
 PLAIN = QuantRecipe()

@@ -25,13 +25,14 @@ from tiny import (
 )
 from trace_lightning.models.policy import final_hidden, logits_head
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rollout import engine as engine_module
 from trace_lightning.rollout import fused_decoder as decoder_module
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.kv_pool import PagePool
-from trace_lightning.types import SITES, Completion, GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import Completion, SamplingParams
 
 PROMPTS = make_prompts(1, 5, 16, 31)
 PLAIN = QuantRecipe()

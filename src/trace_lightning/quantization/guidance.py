@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 Key = tuple[int, str]  # (layer, site)
 

@@ -33,7 +33,7 @@ from trace_kernels.kv_append import rotate
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 class LayerState:

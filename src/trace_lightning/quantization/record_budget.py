@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 
 def check_budget(config: GuidanceConfig, row_bytes: int, most_tokens: int, store: torch.device) -> None:

@@ -16,7 +16,7 @@ from trace_kernels import Quantized, pack_bits, pack_codes
 from trace_kernels.rows import RowRecord
 from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.record_layout import RowLayout, SiteShape
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 
 class SiteViews:

@@ -20,7 +20,7 @@ from trace_kernels import pack_bits, parity_bits
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, SiteTable
 from trace_lightning.quantization.record_layout import RowLayout, SiteShape
 from trace_lightning.quantization.record_views import SiteViews, StepRecorder
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 
 @dataclass(frozen=True)

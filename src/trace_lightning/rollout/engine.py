@@ -28,6 +28,7 @@ from trace_lightning.quantization.record_budget import check_budget, free_gpu_me
 from trace_lightning.quantization.record_layout import SiteShape
 from trace_lightning.quantization.record_views import StepRecorder
 from trace_lightning.quantization.recorder import GuidanceRecorder
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.decode_state import DecodeState, StateShape
@@ -41,7 +42,7 @@ from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS, PrefixTable
 from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.rollout.scheduler import Group, Scheduler
 from trace_lightning.rollout.verify import check_decoder
-from trace_lightning.types import Completion, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.types import Completion, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 _MAX_DISTRIBUTIONS = 4  # of training, evaluation, and two to spare
