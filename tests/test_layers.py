@@ -23,12 +23,13 @@ LAYERS = (
     {"recipe", "types", "hparams", "quiet", "suggestions", "version"},
     {"rl", "tasks", "quantization", "models"},
     {"rollout", "metrics", "export"},
-    {"callbacks", "module", "data", "loading", "ranks", "strategy", "bench", "estimate", "probe", "report", "env"},
+    {"callbacks", "module", "data", "loading", "ranks", "strategy", "trainer_checks"}
+    | {"bench", "estimate", "probe", "report", "env"},
     {"cli"},
     {"__init__", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-MAY_IMPORT_LIGHTNING = {"cli", "module", "data", "ranks", "strategy", "callbacks", "__init__", "__main__"}
+MAY_IMPORT_LIGHTNING = {"cli", "module", "data", "ranks", "strategy", "trainer_checks", "callbacks"} | LAYERS[-1]
 RUNS_ANYWHERE = ("trace_lightning.rl", "trace_lightning.tasks", "trace_lightning.metrics.functional")
 KERNELS_MAY_IMPORT = {"torch", "triton", "trace_kernels", *sys.stdlib_module_names}
 MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 26_600, 30  # an evening's reading; raised on purpose only
