@@ -24,7 +24,7 @@ from trace_lightning.export.record import ExportRecord
 from trace_lightning.export.source import Source
 from trace_lightning.models.checkpoint import weight_names
 from trace_lightning.models.tiny import tiny_tokenizer
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 class RandomWeights(Mapping[str, Tensor]):

@@ -42,8 +42,9 @@ from transformers import PreTrainedModel
 
 from trace_lightning.models.policy import load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.microbatch import take
-from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe, RolloutBatch
+from trace_lightning.types import RolloutBatch
 
 ROLLOUTS: dict[str, dict[str, Any]] = {
     "BF16": {},

@@ -32,11 +32,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3For
 
 import trace_lightning
 from trace_lightning.models.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.tasks import Calculator, CalculatorProducts, Task, TwoDigitAddition
-from trace_lightning.types import Problem, Prompt, QuantRecipe, SamplingParams, TurnLimits
+from trace_lightning.types import Problem, Prompt, SamplingParams, TurnLimits
 
 IGNORE = -100
 Demonstration = list[tuple[str, bool]]  # texts, and whether they are the policy's

@@ -31,7 +31,7 @@ import trace_lightning.tasks as tasks
 from trace_kernels import NVFP4
 from trace_lightning.models.layout import find_decoder_layers
 from trace_lightning.models.policy import load_policy, load_tokenizer
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 W4A16KV4 = QuantRecipe(weights="nvfp4", kv_cache="nvfp4")
 W4A4KV4 = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4")

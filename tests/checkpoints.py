@@ -17,7 +17,7 @@ from tiny import make_model
 from trace_lightning.export.record import ExportRecord
 from trace_lightning.export.source import Source, source_of
 from trace_lightning.models.policy import load_tokenizer
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 PACKED = "nvfp4-pack-quantized"
 TOKENIZER = "builtin:tiny-qwen3"

@@ -11,8 +11,8 @@ from trace_lightning.models.lora import LoraConfig, install_lora
 from trace_lightning.models.sharding import Weights
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.quantization.qat import install_qat
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
-from trace_lightning.types import QuantRecipe
 
 
 def make_adapted(

@@ -13,7 +13,7 @@ import torch
 
 from trace_lightning.cli import main
 from trace_lightning.models.policy import load_policy
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 
 ROOT = Path(__file__).parent.parent
 

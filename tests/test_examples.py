@@ -14,7 +14,7 @@ import torch
 
 import scripts
 from trace_lightning.cli import TraceCLI
-from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ARGUMENTS = {

@@ -10,10 +10,11 @@ import torch
 from numerics import assert_bit_equal
 from tiny import make_engine, make_policy, make_prompts
 from trace_kernels import FP8, MXFP4, NVFP4
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.microbatch import collate_rollout, take
 from trace_lightning.rollout.scoring import score
-from trace_lightning.types import GuidanceConfig, Prompt, QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.types import Prompt, RolloutBatch, SamplingParams
 
 pytestmark = pytest.mark.gpu
 FORMATS = [NVFP4(), NVFP4(four_over_six=True), MXFP4(), FP8()]

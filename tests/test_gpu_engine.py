@@ -12,11 +12,12 @@ from numerics import assert_no_worse_than_torch
 from tiny import make_engine, make_model, make_prompts, rollout_logprobs, sync
 from trace_kernels.kv_pages import KVPages
 from trace_lightning.models.policy import final_hidden, logits_head
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.batch import DecodeBatch, PrefillBatch, Segment
 from trace_lightning.rollout.kv_pool import PagedKV
-from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
 PLAIN = QuantRecipe()
@@ -143,7 +144,7 @@ def test_greedy_output_is_the_same_after_equal_syncs(recipe: QuantRecipe) -> Non
     for version in (1, 2, 3):
         sync(engine, model, version)
         assert tokens(engine.generate(prompts, GREEDY)) == first
-    assert len(engine._graphs) > 0
+    assert len(engine._workspace.graphs) > 0
 
 
 @RECIPES
@@ -160,12 +161,12 @@ def test_graphs_change_nothing(recipe: QuantRecipe) -> None:
 
 
 def test_shared_prompts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trace_lightning.rollout import engine as engine_module
+    from trace_lightning.rollout import workspace
 
     model, prompts = model_on_gpu(), make_prompts(600, 1000)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     shared = fast_engine(model, PLAIN).generate(prompts, params, num_samples=8)
-    monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 10**9)
+    monkeypatch.setattr(workspace, "MIN_SHARED_TOKENS", 10**9)
     apart = fast_engine(model, PLAIN).generate(prompts, params, num_samples=8)
     # Sums in another order differ in the last bits of BF16; a draw that falls near an edge then goes the other way, and
     # the sequences part. Up to there, they must have the same log-probs.

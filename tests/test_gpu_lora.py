@@ -15,7 +15,8 @@ from trace_lightning.models.lora import LoraConfig, install_lora
 from trace_lightning.models.sharding import Weights
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.quantization.qat import install_qat
-from trace_lightning.types import QuantRecipe, SamplingParams
+from trace_lightning.recipe import QuantRecipe
+from trace_lightning.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
 W4 = QuantRecipe(weights="nvfp4")

@@ -8,9 +8,10 @@ import jsonargparse
 import pytest
 
 from trace_lightning.hparams import from_plain, to_plain
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rl import GRPO, PolicyLoss
 from trace_lightning.suggestions import did_you_mean, plain, vocabulary
-from trace_lightning.types import GuidanceConfig, QuantRecipe, TurnLimits
+from trace_lightning.types import TurnLimits
 
 
 def test_round_trip_of_nested_configs():
@@ -18,6 +19,15 @@ def test_round_trip_of_nested_configs():
     plain = to_plain([recipe, GRPO(epsilon=0.1), None, (0.9, 0.95)])
     assert from_plain(plain) == [recipe, GRPO(epsilon=0.1), None, [0.9, 0.95]]
     assert from_plain(recipe) is recipe
+
+
+def test_checkpoints_that_name_the_recipe_by_its_first_module_open():
+    guidance = {"class_path": "trace_lightning.types.GuidanceConfig", "init_args": {"mode": "parity"}}
+    stored = {
+        "class_path": "trace_lightning.types.QuantRecipe",
+        "init_args": {"kv_cache": "nvfp4", "guidance": guidance},
+    }
+    assert from_plain(stored) == QuantRecipe(kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))
 
 
 def test_what_cannot_be_rebuilt_is_refused():

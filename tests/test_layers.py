@@ -1,7 +1,7 @@
 """The shape of the code, held by reading it: which part may import which, and how long files and functions get.
 
     cli > callbacks, module, data, bench, estimate, probe, report, env > rollout, metrics, export
-        > rl, tasks, quantization, models > types, hparams > trace_kernels
+        > rl, tasks, quantization, models > recipe, types, hparams > trace_kernels
 
 Imports go down or stay within a layer, and never in a circle. Imports under `TYPE_CHECKING` do not run and are exempt;
 imports inside functions do run and count.
@@ -20,18 +20,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"trace_kernels"},
-    {"types", "hparams", "quiet", "suggestions", "version"},
+    {"recipe", "types", "hparams", "quiet", "suggestions", "version"},
     {"rl", "tasks", "quantization", "models"},
     {"rollout", "metrics", "export"},
-    {"callbacks", "module", "data", "loading", "ranks", "strategy", "bench", "estimate", "probe", "report", "env"},
+    {"callbacks", "module", "data", "loading", "ranks", "strategy", "trainer_checks"}
+    | {"bench", "estimate", "probe", "report", "env"},
     {"cli"},
     {"__init__", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-MAY_IMPORT_LIGHTNING = {"cli", "module", "data", "ranks", "strategy", "callbacks", "__init__", "__main__"}
+MAY_IMPORT_LIGHTNING = {"cli", "module", "data", "ranks", "strategy", "trainer_checks", "callbacks"} | LAYERS[-1]
 RUNS_ANYWHERE = ("trace_lightning.rl", "trace_lightning.tasks", "trace_lightning.metrics.functional")
 KERNELS_MAY_IMPORT = {"torch", "triton", "trace_kernels", *sys.stdlib_module_names}
-MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 26_600, 30  # an evening's reading; raised on purpose only
+MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 27_400, 30  # an evening's reading; raised on purpose only
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,10 @@ class TestTheTest:
                 "trace_lightning.rl.losses",
                 "if TYPE_CHECKING:\n    from trace_lightning.rollout.base import X",
             ),
-            ("trace_lightning.quantization.qat", "import trace_kernels\nfrom trace_lightning.types import QuantRecipe"),
+            (
+                "trace_lightning.quantization.qat",
+                "import trace_kernels\nfrom trace_lightning.recipe import QuantRecipe",
+            ),
             ("trace_lightning.quantization.qat", "from trace_lightning.models.layout import read"),
             ("trace_lightning.callbacks.rollout", "import lightning.pytorch as pl"),
             ("trace_kernels.linear", "import math\nimport torch\nimport triton.language as tl\nfrom . import formats"),

@@ -35,13 +35,13 @@ from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import AdapterLinear, adapter_parameters, merged_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.microbatch import take
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
 from trace_lightning.rollout.scoring import score
 from trace_lightning.rollout.shared_linear import SharedLinear
 from trace_lightning.strategy import FSDP2Strategy
-from trace_lightning.types import QuantRecipe
 
 W4 = QuantRecipe(weights="nvfp4")
 GUIDED = {

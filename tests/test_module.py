@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from trace_lightning.callbacks import Rollout
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rl import (
     CISPO,
     GRPO,
@@ -35,7 +36,7 @@ from trace_lightning.rl import (
 from trace_lightning.rollout.reference import ReferenceConfig
 from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.tasks import ExactMatch, TwoDigitAddition
-from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import SamplingParams
 
 W4A4KV4 = {"weights": "nvfp4", "activations": "nvfp4", "kv_cache": "nvfp4"}
 GUIDED = QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="parity"))

@@ -19,11 +19,11 @@ from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, rol
 from trace_kernels.kv_append import rotate
 from trace_lightning.quantization.qat import QATLinear, install_qat
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
+from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.batch import DecodeBatch, PrefillBatch, Segment
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.kv_pool import PagedKV
-from trace_lightning.types import FP4, SITES, GuidanceConfig, QuantRecipe
 
 PROMPTS = make_prompts(1, 5, 16, 17, 31)
 NUM_SAMPLES = 2

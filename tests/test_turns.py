@@ -14,11 +14,12 @@ from trace_lightning.callbacks import Rollout
 from trace_lightning.callbacks.completions import completion_entries
 from trace_lightning.data import EvalSet, PromptDataModule
 from trace_lightning.module import PolicyModule
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rl import SoftOverlong
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.tasks import CalculatorProducts, GuessNumber, Mixture, Task, TwoDigitAddition
-from trace_lightning.types import GuidanceConfig, Problem, QuantRecipe, RolloutBatch, SamplingParams, TurnLimits
+from trace_lightning.types import Problem, RolloutBatch, SamplingParams, TurnLimits
 
 GUIDED = QuantRecipe(
     weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity", audit_sequences=8)

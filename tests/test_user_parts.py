@@ -15,8 +15,9 @@ from trace_lightning.callbacks import Rollout
 from trace_lightning.data import EvalSet, PromptDataModule
 from trace_lightning.loading import Shuffle, SuccessCurriculum
 from trace_lightning.module import PolicyModule
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.tasks import ExactMatch, Gcd, Mixture, OneDigitProducts, RewardFn, Task
-from trace_lightning.types import Problem, QuantRecipe, SamplingParams
+from trace_lightning.types import Problem, SamplingParams
 
 
 class Scheduled(PolicyModule):

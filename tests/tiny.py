@@ -17,11 +17,12 @@ from trace_lightning.models.policy import final_hidden, logits_head
 from trace_lightning.quantization.guidance import GuidanceRows
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import GuidedRounding, Rounding
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
-from trace_lightning.types import Completion, Problem, Prompt, QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.types import Completion, Problem, Prompt, RolloutBatch, SamplingParams
 
 VOCAB, EOS = 128, 5
 _SHARED: dict[str, Any] = {

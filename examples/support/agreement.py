@@ -26,9 +26,10 @@ from trace_lightning.probe.agreement import (
 )
 from trace_lightning.probe.agreement import full_record as record_all
 from trace_lightning.quantization.rounding import GuidedRounding
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import MicroBatch
-from trace_lightning.types import Problem, Prompt, QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.types import Problem, Prompt, RolloutBatch, SamplingParams
 
 __all__ = ["Arm", "AuditedNearest", "restrict"]
 CHAT = (

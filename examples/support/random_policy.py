@@ -15,8 +15,9 @@ from trace_lightning.bench.shapes import SHAPES, make_model
 from trace_lightning.models.policy import set_gradient_checkpointing
 from trace_lightning.module import PolicyModule
 from trace_lightning.quantization.qat import install_qat
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.tasks import FunctionReward, Task
-from trace_lightning.types import GuidanceConfig, Problem, QuantRecipe
+from trace_lightning.types import Problem
 
 RECIPE = QuantRecipe(weights="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))  # W4A16KV4, for Hopper
 coin = itertools.count()

@@ -20,6 +20,7 @@ from timing import Report, copy_bandwidth, graph_time
 from torch import Tensor
 
 from trace_kernels import get_format, linear, pack_codes
+from trace_kernels.crossover import _seconds, crossover_batch
 from trace_kernels.launch import num_multiprocessors
 from trace_kernels.linear import Tile
 
@@ -89,9 +90,7 @@ def compare(report: Report) -> None:
         layer, shape = Layer(rows, width), f"{rows}x{width}"
         for tokens in (3, 8, 16, 40):
             check(layer, tokens)
-        chosen = linear.crossover_batch(
-            *layer.packed[0], layer.outer, layer.dense[0][0], fmt="nvfp4", in_features=width
-        )
+        chosen = crossover_batch(*layer.packed[0], layer.outer, layer.dense[0][0], fmt="nvfp4", in_features=width)
         ratios = {}
         for tokens in BATCHES:
             if tokens > chosen and tokens not in MUST:
@@ -150,12 +149,12 @@ def sweep() -> None:
         for tokens in (8, 16, 32, 64):
             x = layer.activations(tokens)
             xp = linear.permute_activations(x)
-            bf16 = linear._seconds(layer.bf16_calls(x))
+            bf16 = _seconds(layer.bf16_calls(x))
             timed = []
             for tile in tiles(tokens):
                 for splits in split_counts(layer, tile, tokens):
                     extra = (4 * splits - 2) * tokens * rows / copy_bandwidth()
-                    timed.append((linear._seconds(layer.fp4_calls(xp, tile, splits)), extra, tile, splits))
+                    timed.append((_seconds(layer.fp4_calls(xp, tile, splits)), extra, tile, splits))
             best = [
                 {
                     "rows": tile.rows, "words": tile.words, "warps": tile.warps, "stages": tile.stages,

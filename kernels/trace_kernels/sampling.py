@@ -10,12 +10,9 @@ and, if the distribution is truncated, a sort of each row as well. Here a row is
 Randomness is counter-based: one number per (seed, prompt uid, sample, position) by a hash, bit-equal to the reference.
 A row's result depends on nothing but its logits and its counters, not on N and not on the order in which programs run.
 
-Truncation keeps the logits >= one threshold per row, which is found first (pass 0, one program per row) by building the
-32 bits of a float from the top: a bit stays if the tokens at or above the number still count k, or weigh p. Floats are
-compared as integers in their order. BF16 has 16 bits to find. The order is vLLM's: top-k, then top-p over what is left,
-then min-p; tokens that tie with the last one kept are kept.
+Truncation keeps the logits >= one threshold per row, which is found first (truncation.py).
 
-Bytes moved: N V logits, and one more chunk per row; truncation reads each row 16 to 64 times, mostly from the L2 cache.
+Bytes moved: N V logits, and one more chunk per row; truncation comes on top.
 
 What was left out: Gumbel noise, which needs a hash per logit and no second pass; it would draw other tokens than the
 reference does from the same counters. Penalties: the trainer would have to replay them.
@@ -30,8 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trace_kernels.truncation import thresholds, truncates, truncation_threshold
+
 _CHUNK = 4096
-_ROW_BLOCK = 8192  # of the threshold kernel
 
 
 @triton.jit
@@ -56,81 +54,6 @@ def _uniform(SEED, UID, SAMPLE, POSITION, row_1):
     h = _mix((tl.load(SEED + row_1 * 0) + 0x632BE5AB) & 0x3FFFFFFFFFFFFFFF)
     h = _absorb(_absorb(_absorb(h, tl.load(UID + row_1)), tl.load(SAMPLE + row_1)), tl.load(POSITION + row_1))
     return ((h >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
-
-
-@triton.jit
-def _order_key(bits):
-    """int32 ordered like the FP32 numbers with these bits; the map is its own inverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _tokens_above(logits, key, peak, inverse_temperature, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """How many tokens have an order key >= `key`, or what they weigh (relative to the most likely one)."""
-    total = tl.zeros((BLOCK,), tl.float32 if MASS else tl.int32)
-    for start in range(0, V, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        above = (_order_key(x.to(tl.int32, bitcast=True)) >= key) & (i < V)
-        if MASS:
-            total += tl.where(above, tl.exp((x - peak) * inverse_temperature), 0.0)
-        else:
-            total += above.to(tl.int32)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _largest_key(
-    logits,
-    amount,
-    peak,
-    inverse_temperature,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    MASS: tl.constexpr,
-):
-    """The largest order key such that the tokens from it on count or weigh at least `amount`."""
-    key = tl.full((), -0x80000000, tl.int32)
-    for i in range(BITS):
-        candidate = key ^ (tl.full((), 1, tl.int32) << (31 - i))
-        enough = _tokens_above(logits, candidate, peak, inverse_temperature, V, BLOCK, MASS) >= amount
-        key = tl.where(enough, candidate, key)
-    return key
-
-
-@triton.jit
-def _threshold_kernel(
-    LOGITS,
-    LEAST,
-    inverse_temperature,
-    top_k,
-    top_p,
-    min_p_gap,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-):
-    """LEAST [N]: the least logit that is kept. `min_p_gap` is temperature * log(min_p), or -inf."""
-    row = tl.program_id(0)
-    logits = LOGITS + row.to(tl.int64) * V
-    peaks = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        peaks = tl.maximum(peaks, tl.load(logits + i, mask=i < V, other=-float("inf")).to(tl.float32))
-    peak = tl.max(peaks, 0)
-    key = tl.full((), -0x80000000, tl.int32)
-    if HAS_TOP_K:
-        key = _largest_key(logits, top_k, peak, inverse_temperature, V, BLOCK, BITS, False)
-    if HAS_TOP_P:
-        mass = top_p * _tokens_above(logits, key, peak, inverse_temperature, V, BLOCK, True)
-        key = _largest_key(logits, mass, peak, inverse_temperature, V, BLOCK, BITS, True)
-    least = peak + min_p_gap
-    if HAS_TOP_K or HAS_TOP_P:
-        least = tl.maximum(least, _order_key(key).to(tl.float32, bitcast=True))
-    tl.store(LEAST + row, least)
 
 
 @triton.jit
@@ -229,19 +152,6 @@ def counter_uniform(seed: Tensor, *counters: Tensor) -> Tensor:
     return ((h >> 11) & 0x1FFFFFFFFFFFFF).double() * 2.0**-53
 
 
-def truncation_threshold(logits_NV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The least logit kept per row, FP32 [N, 1], before the temperature: top-k, then top-p, then min-p, with ties."""
-    ordered = logits_NV.float().sort(dim=-1, descending=True).values
-    peak, vocabulary = ordered[:, :1], ordered.shape[-1]
-    least = ordered[:, top_k - 1 : top_k] if 0 < top_k < vocabulary else ordered[:, -1:]
-    if top_p < 1:
-        kept = ordered.masked_fill(ordered < least, -math.inf)  # those that tie with the last of the k stay
-        probs = (kept / temperature).double().softmax(-1)
-        last = (probs.cumsum(-1) - probs < top_p).sum(-1, keepdim=True).clamp_min(1) - 1  # it crosses top_p, and stays
-        least = torch.maximum(least, ordered.gather(-1, last))
-    return torch.maximum(least, peak + temperature * math.log(min_p)) if min_p > 0 else least
-
-
 def sample_tokens_reference(
     logits: Tensor,
     uid: Tensor,
@@ -262,7 +172,7 @@ def sample_tokens_reference(
         ids = torch.arange(vocabulary, device=logits.device)
         token_ids = torch.where(best, ids, vocabulary - 1).amin(-1)  # the lowest on every device
     else:
-        if _truncates(vocabulary, top_k, top_p, min_p):
+        if truncates(vocabulary, top_k, top_p, min_p):
             cut = logits < truncation_threshold(logits, temperature, top_k, top_p, min_p)
             logits = logits.masked_fill(cut, -math.inf)
         logprobs = (logits / temperature).log_softmax(-1)
@@ -271,30 +181,6 @@ def sample_tokens_reference(
         token_ids = torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
         token_ids = token_ids.clamp_max(vocabulary - 1)
     return token_ids, logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-
-
-def _truncates(vocabulary: int, top_k: int, top_p: float, min_p: float) -> bool:
-    return 0 < top_k < vocabulary or top_p < 1 or min_p > 0
-
-
-def _thresholds(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    rows, vocabulary = logits.shape
-    least = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _threshold_kernel[(rows,)](
-        logits,
-        least,
-        1.0 / temperature,
-        top_k,
-        top_p,
-        temperature * math.log(min_p) if min_p > 0 else -math.inf,
-        V=vocabulary,
-        BLOCK=min(_ROW_BLOCK, triton.next_power_of_2(vocabulary)),
-        BITS=16 if logits.dtype == torch.bfloat16 else 32,
-        HAS_TOP_K=0 < top_k < vocabulary,
-        HAS_TOP_P=top_p < 1,
-        num_warps=16,
-    )
-    return least
 
 
 def sample_tokens_triton(
@@ -312,11 +198,11 @@ def sample_tokens_triton(
     logits = logits.contiguous()
     rows, vocabulary = logits.shape
     greedy = temperature == 0
-    truncated = not greedy and _truncates(vocabulary, top_k, top_p, min_p)
+    truncated = not greedy and truncates(vocabulary, top_k, top_p, min_p)
     chunks = triton.cdiv(vocabulary, _CHUNK)
     peak, mass = logits.new_empty(2, rows, chunks, dtype=torch.float32).unbind()
     place = logits.new_empty(rows, chunks, dtype=torch.int32) if greedy else None
-    least = _thresholds(logits, temperature, top_k, top_p, min_p) if truncated else None
+    least = thresholds(logits, temperature, top_k, top_p, min_p) if truncated else None
     inverse = 1.0 if greedy else 1.0 / temperature
     switches = {"CHUNK": _CHUNK, "TRUNCATED": truncated, "GREEDY": greedy}
     _chunk_kernel[(rows, chunks)](logits, least, peak, mass, place, vocabulary, inverse, **switches)

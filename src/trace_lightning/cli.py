@@ -55,11 +55,12 @@ from trace_lightning.data import PromptDataModule
 from trace_lightning.loading import PromptOrder
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.module import PolicyModule
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rl import AdvantageEstimator, Correction, KLEstimator, LengthPenalty, PolicyLoss
 from trace_lightning.rollout.base import RolloutEngine
 from trace_lightning.suggestions import did_you_mean, plain, vocabulary, way_out
 from trace_lightning.tasks import RewardFn, Task
-from trace_lightning.types import QuantRecipe, TurnLimits
+from trace_lightning.types import TurnLimits
 
 if _COLLECTS:
     gc.enable()

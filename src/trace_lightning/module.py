@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,17 +34,19 @@ from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.ranks import together
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rl.advantages import AdvantageEstimator, GroupAdvantage
 from trace_lightning.rl.clipped_losses import GRPO
-from trace_lightning.rl.corrections import Correction, apply_corrections, check_corrections
+from trace_lightning.rl.corrections import Correction, check_corrections
 from trace_lightning.rl.lengths import LengthPenalty
-from trace_lightning.rl.losses import GlobalCounts, LossInputs, PolicyLoss, sum_count
+from trace_lightning.rl.losses import GlobalCounts, PolicyLoss
 from trace_lightning.rollout.credit import assign_advantages
 from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
+from trace_lightning.rollout.objective import Objective
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
-from trace_lightning.rollout.scoring import score, score_all, spread
-from trace_lightning.strategy import check_strategy
-from trace_lightning.types import QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.rollout.scoring import score, score_all
+from trace_lightning.trainer_checks import check_trainer, keep_numbers_wide
+from trace_lightning.types import RolloutBatch, SamplingParams
 
 log = logging.getLogger(__name__)
 _HEALTHY_MISMATCH = 0.01
@@ -246,8 +247,8 @@ class PolicyModule(pl.LightningModule):
     def trainer(self, trainer: pl.Trainer | None) -> None:
         # On attaching, because Lightning's own complaint, which comes next, cannot name our arguments.
         if trainer is not None:
-            _check_trainer(trainer, self.lora)
-            _keep_numbers_wide(trainer)
+            check_trainer(trainer, adapters=self.lora is not None)
+            keep_numbers_wide(trainer)
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -366,33 +367,11 @@ class PolicyModule(pl.LightningModule):
     ) -> Tensor:
         assert self.policy is not None
         scores = score_all(self.policy, micro, temperature=temperature, entropy_gradient=self.loss.needs_entropy)
-        logprobs, recorded = scores.logprobs_BT, micro.topk_logprobs_NK
-        old = logprobs.detach() if old is None else old
-        corrected = apply_corrections(self.corrections, old, micro.rollout_logprobs_BT, micro.mask_BT)
-        outputs = self.loss(
-            LossInputs(
-                policy_logprobs_BT=logprobs,
-                old_logprobs_BT=micro.rollout_logprobs_BT if self.bypass_mode else old,
-                ref_logprobs_BT=ref,
-                entropy_BT=scores.entropy_BT if self.loss.needs_entropy else None,
-                rollout_logprobs_BT=micro.rollout_logprobs_BT,
-                advantages_B=micro.advantages_B,
-                mask_BT=micro.mask_BT,
-                weights_BT=corrected.weights_BT,
-                counts=counts,
-                topk_logprobs_BTK=scores.topk_logprobs_BTK,
-                rollout_topk_logprobs_BTK=None if recorded is None else spread(recorded, micro.mask_BT),
-            )
-        )
-        self.measured.add(
-            {
-                **outputs.metrics,
-                **corrected.metrics,
-                "entropy": sum_count(scores.entropy_BT.detach(), micro.mask_BT),
-                # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
-                "loss": (outputs.loss.detach(), torch.zeros((), device=self.device)),
-            }
-        )
+        old = scores.logprobs_BT.detach() if old is None else old
+        outputs = Objective(self.loss, self.corrections, self.bypass_mode)(scores, micro, old, ref, counts)
+        # The shares of a step's micro-batches add up to its loss; the step itself counts it once.
+        loss = (outputs.loss.detach(), torch.zeros((), device=self.device))
+        self.measured.add({**outputs.metrics, "loss": loss})
         if micro.guidance is not None:
             self.measured.add_audit(micro.guidance.mismatch)
         if self._first_pass:
@@ -467,24 +446,3 @@ class PolicyModule(pl.LightningModule):
             {"prompt": prompt.problem.prompt, "completion": completion.text, "reward": reward}
             for (prompt, completion), reward in zip(batch.sequences(), rewards, strict=True)
         ]
-
-
-def _check_trainer(trainer: pl.Trainer, lora: LoraConfig | None) -> None:
-    """Refuse strategies that are not supported and flags that manual optimisation would not honour."""
-    if str(trainer.precision) == "16-mixed":
-        raise ValueError("trainer.precision=16-mixed scales gradients before clipping; use bf16-mixed or 32-true")
-    if trainer.gradient_clip_val:
-        raise ValueError("trainer.gradient_clip_val is not used here: set model.max_grad_norm instead")
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            "trainer.accumulate_grad_batches is not used here: a rollout is cut by model.max_tokens_per_microbatch, "
-            "and its size is data.batch_size x rollout.num_generations"
-        )
-    check_strategy(trainer, adapters=lora is not None)
-
-
-def _keep_numbers_wide(trainer: pl.Trainer) -> None:
-    """`bf16-true` is about weights here. Lightning would also narrow rewards, log-probs and what is made in a step."""
-    if isinstance(trainer.precision_plugin, HalfPrecision):
-        plugin: Any = trainer.precision_plugin
-        plugin.convert_input, plugin.forward_context = (lambda batch: batch), nullcontext

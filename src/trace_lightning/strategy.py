@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
@@ -47,28 +46,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         if check is not None and path.is_file():
             check(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"])
         return super().load_checkpoint(checkpoint_path, weights_only)
-
-
-def check_strategy(trainer: pl.Trainer, *, adapters: bool = False) -> None:
-    """Refuse what this library cannot run or resume.
-
-    Raises:
-        ValueError: tensor parallelism, checkpoints as folders of shards, or a frozen base cut over ranks.
-    """
-    strategy = trainer.strategy
-    if adapters and isinstance(strategy, ModelParallelStrategy):
-        raise ValueError(
-            "model.lora holds its base packed and frozen, which trainer.strategy=fsdp2 cannot cut over ranks: use "
-            "trainer.strategy=ddp, where each rank holds a copy and only adapters have gradients and optimizer states"
-        )
-    if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, FSDP2Strategy):
-        return
-    if strategy._tensor_parallel_size != 1 or strategy._save_distributed_checkpoint:
-        raise ValueError(
-            "trainer.strategy=ModelParallelStrategy splits single layers over GPUs and writes shards by default, and "
-            "neither is supported: use trainer.strategy=fsdp2, or set tensor_parallel_size=1 and "
-            "save_distributed_checkpoint=false"
-        )
 
 
 if "fsdp2" not in StrategyRegistry:

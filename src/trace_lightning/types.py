@@ -1,4 +1,4 @@
-"""The data that travels between the parts: prompts in, completions out, and the recipe both sides read. No behaviour.
+"""The data that travels between the parts: prompts in, completions out, and how these are drawn. No behaviour.
 
     Problem --tokenise--> Prompt --engine--> Completion x num_generations --rewards--> RolloutBatch --> training_step
 
@@ -11,197 +11,20 @@ place before `training_step` sees it. Tensors that belong to tokens are aligned 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+# Importable from here too: users do so, and older checkpoints name the recipe's classes by this module.
+from trace_lightning.recipe import SITES as SITES
+from trace_lightning.recipe import GuidanceConfig as GuidanceConfig
+from trace_lightning.recipe import QuantRecipe as QuantRecipe
+
 if TYPE_CHECKING:  # a reward worker reads `Problem` from here, and starts in a tenth of the time without torch
     from torch import Tensor
 
     from trace_lightning.quantization.guidance import GuidanceRecord
-
-FormatName = Literal["none", "nvfp4", "mxfp4", "fp8"]
-SITES = ("attn_in", "o_in", "mlp_in", "down_in", "k", "v")
-FP4 = ("nvfp4", "mxfp4")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuidanceConfig:
-    """What the rollout records of its rounding so that the trainer can follow it (TRACE, arXiv 2610.07767).
-
-    Args:
-        mode: `none`; `parity`, one bit per element; `full`, whole codes.
-        scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
-        layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
-        sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
-            k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights.
-        fallback: record every FP4 site from the next rollout on, once the trainer finds that more than 1 % of the
-            audited codes differ (several optimizer steps per rollout do that to the default sites).
-        store: where the record waits for the trainer: `device` or `host`.
-        budget_gb: GB that the record of one rollout may take; null: what is free there. A rollout that could need more
-            is refused before it begins.
-        audit_sequences: sequences per rollout whose full codes are kept as well, so that the mismatch of codes is
-            measured and not assumed. 0 turns the measurement off, and with it the warning and `fallback`.
-    """
-
-    mode: Literal["none", "full", "parity"] = "none"
-    scales: Literal["whole", "parity"] = "whole"
-    layers: str = "all"
-    sites: list[str] | None = None
-    fallback: bool = True
-    store: Literal["device", "host"] = "device"
-    budget_gb: float | None = None
-    audit_sequences: int = 4
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"all|last_half|last:[1-9]\d*", self.layers):
-            raise ValueError(f"guidance.layers={self.layers!r}: expected all, last_half or last:n with n >= 1")
-        for site in self.sites or ():
-            if site not in SITES:
-                raise ValueError(f"guidance.sites names {site!r}; the sites are {', '.join(SITES)}")
-        if self.budget_gb is not None and self.budget_gb <= 0:
-            raise ValueError(f"guidance.budget_gb={self.budget_gb} must be above 0, or null for what is free")
-        if self.audit_sequences < 0:
-            raise ValueError("guidance.audit_sequences must be >= 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantRecipe:
-    """The single description of the rollout's number formats; engine, trainer and export read it.
-
-    Args:
-        weights: format of the linear weights in the rollout: `none | nvfp4 | mxfp4 | fp8`.
-        activations: format of the inputs of those linears.
-        kv_cache: format of K and V.
-        trainer: `qat`, the trainer's forward uses the same quantisers; `qat_weights`, it rounds weights and K/V but not
-            the inputs of linears (QUADS, arXiv 2607.15810, whose K/V are BF16: kv_cache=none); `bf16`, it rounds
-            nothing (the naive baseline).
-        guidance: what the rollout records to steer the trainer's rounding.
-        exclude: regular expressions; a linear whose name matches stays in high precision. Embeddings, `lm_head` and
-            routers always do.
-        bf16_layers: decoder layers kept in high precision, e.g. `[first:1, last:2]`.
-        kv_rotation: `hadamard` rotates Q and K (blocks of 16) before K is quantised.
-        four_over_six: NVFP4 blocks try a maximum of 4 as well as 6 and keep the lower error (arXiv 2512.02010).
-        residual_share: share of channels whose rounding error the rollout quantises and adds again at the inputs of
-            linears (QUADS takes .5); 0 is off. See `trace_kernels.compensation`.
-    """
-
-    weights: FormatName = "none"
-    activations: FormatName = "none"
-    kv_cache: FormatName = "none"
-    trainer: Literal["bf16", "qat", "qat_weights"] = "qat"
-    guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
-    exclude: list[str] = field(default_factory=list)
-    bf16_layers: list[str] = field(default_factory=list)
-    kv_rotation: Literal["none", "hadamard"] = "none"
-    four_over_six: bool = False
-    residual_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        for entry in self.bf16_layers:
-            if not re.fullmatch(r"(first|last):\d+", entry):
-                raise ValueError(f"recipe.bf16_layers has {entry!r}; write first:n or last:n")
-        for pattern in self.exclude:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"recipe.exclude has {pattern!r}, not a regular expression: {error}") from error
-        self._check_residual()
-        self._check_guidance()
-
-    def _check_residual(self) -> None:
-        if not 0 <= self.residual_share <= 1:
-            raise ValueError(f"recipe.residual_share={self.residual_share}: a share of channels, so in [0, 1]")
-        if not self.residual_share:
-            return
-        if self.activations not in FP4:
-            raise ValueError(
-                f"recipe.residual_share={self.residual_share} returns the rounding error of FP4 activations, but "
-                f"recipe.activations={self.activations}. Set recipe.activations=nvfp4, or recipe.residual_share=0."
-            )
-        if self.guidance.mode != "none":
-            raise ValueError(
-                f"recipe.residual_share={self.residual_share} adds a second code per element, which guidance does not "
-                "record. Set recipe.guidance.mode=none, or recipe.residual_share=0."
-            )
-
-    def _check_guidance(self) -> None:
-        guidance = self.guidance
-        if guidance.mode == "none":
-            return
-        if self.trainer != "qat":
-            raise ValueError(
-                f"recipe.guidance.mode={guidance.mode} steers the trainer's rounding, but recipe.trainer={self.trainer}"
-                f" does not round{'' if self.trainer == 'bf16' else ' activations'}. Set recipe.trainer=qat, or "
-                "recipe.guidance.mode=none."
-            )
-        if not self.guided_sites:
-            raise ValueError(
-                f"recipe.guidance.mode={guidance.mode}, but neither activations ({self.activations}) nor the KV cache "
-                f"({self.kv_cache}) are FP4, so nothing can be guided. Set recipe.guidance.mode=none."
-            )
-        for site in self.guided_sites:
-            if self.site_format(site) not in FP4:
-                part = "kv_cache" if site in ("k", "v") else "activations"
-                raise ValueError(
-                    f"recipe.guidance.sites names {site!r}, but recipe.{part}={self.site_format(site)} is not FP4. "
-                    f"Quantise it (recipe.{part}=nvfp4) or leave the site out."
-                )
-        if guidance.scales == "parity" and self.four_over_six:
-            raise ValueError("recipe.four_over_six chooses between two scales, so it needs guidance.scales=whole")
-
-    def site_format(self, site: str) -> FormatName:
-        """The number format at one of `SITES`."""
-        return self.kv_cache if site in ("k", "v") else self.activations
-
-    @property
-    def trained(self) -> QuantRecipe:
-        """The formats that the trainer's own forward rounds to: all, all but those of activations, or none."""
-        if self.trainer == "bf16":
-            return QuantRecipe()
-        if self.trainer == "qat":
-            return self
-        return dataclasses.replace(self, activations="none", residual_share=0.0)
-
-    @property
-    def guided_sites(self) -> tuple[str, ...]:
-        """Sites that guidance covers, in the order of `SITES`; empty without guidance."""
-        if self.guidance.mode == "none":
-            return ()
-        if self.guidance.sites is not None:
-            return tuple(site for site in SITES if site in self.guidance.sites)
-        if self.activations in FP4:
-            return ("attn_in", "o_in", "mlp_in")
-        return ("k", "v") if self.kv_cache in FP4 else ()
-
-    def guided_layers(self, num_layers: int) -> range:
-        """Layer indices that guidance covers."""
-        if self.guidance.mode == "none":
-            return range(0)
-        if self.guidance.layers == "all":
-            return range(num_layers)
-        kept = num_layers - num_layers // 2 if self.guidance.layers == "last_half" else int(self.guidance.layers[5:])
-        return range(max(0, num_layers - kept), num_layers)
-
-    def quantized_layers(self, num_layers: int) -> range:
-        """Layer indices that are quantised at all: those not named by `bf16_layers`."""
-        kept = dict.fromkeys(("first", "last"), 0)
-        for entry in self.bf16_layers:
-            side, count = entry.split(":")
-            kept[side] = int(count)
-        return range(min(kept["first"], num_layers), max(kept["first"], num_layers - kept["last"]))
-
-    @property
-    def label(self) -> str:
-        """Short name such as `W4A4KV4/nvfp4+parity`, for tables and logs."""
-        bits = {"none": "16", "fp8": "8", "nvfp4": "4", "mxfp4": "4"}
-        used = sorted({f for f in (self.weights, self.activations, self.kv_cache) if f != "none"})
-        text = f"W{bits[self.weights]}A{bits[self.activations]}KV{bits[self.kv_cache]}"
-        text += f"/{'+'.join(used)}" if used else ""
-        text += f"+residual{self.residual_share:g}" if self.residual_share else ""
-        return text + (f"+{self.guidance.mode}" if self.guidance.mode != "none" else "")
 
 
 @dataclass(frozen=True, kw_only=True)

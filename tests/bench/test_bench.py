@@ -171,9 +171,9 @@ class TestWorkload:
         engine.generate(
             [dataclasses.replace(prompt, token_ids=token_ids)], SamplingParams(max_new_tokens=1, ignore_eos=True)
         )
-        assert engine._kv is not None
+        assert engine._workspace.kv is not None
         target = workload.state.page_table[row, :2].long()
-        for ours, theirs in zip(workload.kv.layers, engine._kv.layers, strict=True):
+        for ours, theirs in zip(workload.kv.layers, engine._workspace.kv.layers, strict=True):
             for pages, source in zip(ours, theirs, strict=True):
                 pages.data[target] = source.data[:2]
                 if pages.scale is not None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from checkpoints import content, stored
 from trace_lightning.callbacks import HFExport
 from trace_lightning.models.policy import load_policy, load_tokenizer
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 
 PATH = "builtin:tiny-qwen3"
 RECIPE = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))

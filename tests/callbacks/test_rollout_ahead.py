@@ -21,12 +21,13 @@ from trace_lightning.callbacks import Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
 from trace_lightning.loading import LoaderChain
 from trace_lightning.module import PolicyModule
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rl import TIS
 from trace_lightning.rollout.ahead import DrawingStopped
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.tasks import TwoDigitAddition
-from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import SamplingParams
 
 RECIPE = QuantRecipe(
     weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity", audit_sequences=4)

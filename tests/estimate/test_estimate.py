@@ -35,8 +35,9 @@ from trace_lightning.models.lora import LoraConfig, install_lora
 from trace_lightning.models.policy import final_hidden, set_gradient_checkpointing
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
-from trace_lightning.types import GuidanceConfig, Problem, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.types import Problem, Prompt, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from trace_lightning.export.record import read_record
 from trace_lightning.export.source import open_source
 from trace_lightning.hparams import to_plain
 from trace_lightning.models.checkpoint import load_model
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21

@@ -24,7 +24,7 @@ from trace_lightning.export.fp4 import quantize_group
 from trace_lightning.export.source import open_source
 from trace_lightning.models.checkpoint import load_model
 from trace_lightning.models.policy import load_policy, load_tokenizer
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 W4A16 = QuantRecipe(weights="nvfp4", kv_cache="nvfp4")
 # hidden 72: linears on it are no whole blocks; intermediate 96 is whole in both formats

@@ -20,7 +20,7 @@ from trace_lightning.export.exporter import ExportFormat, export_source
 from trace_lightning.export.source import open_source
 from trace_lightning.models.checkpoint import StoredTensors, load_model
 from trace_lightning.models.policy import load_policy
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 CT = ExportFormat(format="nvfp4")
 MODELOPT = ExportFormat(format="nvfp4", dialect="modelopt")

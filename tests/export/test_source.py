@@ -17,7 +17,7 @@ from trace_lightning.cli import main
 from trace_lightning.export.source import open_source
 from trace_lightning.export.survival import Survival, update_survival
 from trace_lightning.module import PolicyModule
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 PATH = "builtin:tiny-qwen3"
 RECIPE = QuantRecipe(weights="nvfp4", kv_cache="fp8", exclude=["down_proj"])

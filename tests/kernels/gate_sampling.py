@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from compile_gate import Case
 
-from trace_kernels.sampling import _chunk_kernel, _draw_kernel, _threshold_kernel
+from trace_kernels.sampling import _chunk_kernel, _draw_kernel
+from trace_kernels.truncation import _threshold_kernel
 
 ROWS = {"PEAK": "*fp32", "MASS": "*fp32", "V": "i32", "inverse_temperature": "fp32"}
 COUNTERS = dict.fromkeys(("SEED", "UID", "SAMPLE", "POSITION", "TOKEN"), "*i64")

@@ -9,6 +9,7 @@ import torch
 
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from trace_kernels import get_format, linear, pack_codes, unpack_codes
+from trace_kernels.crossover import crossover_batch
 from trace_kernels.formats import e2m1_decode, e4m3_decode
 from trace_kernels.launch import INTERPRET
 from trace_kernels.linear import Tile
@@ -210,7 +211,7 @@ def test_refusals():
 
 def test_no_crossover_on_a_cpu():
     weight, w = quantized_weight(16, 128, "nvfp4")
-    assert linear.crossover_batch(*weight, w.bfloat16(), fmt="nvfp4", in_features=128) == 0
+    assert crossover_batch(*weight, w.bfloat16(), fmt="nvfp4", in_features=128) == 0
 
 
 @pytest.mark.gpu
@@ -286,6 +287,6 @@ def test_compiled_and_captured():
 @pytest.mark.gpu
 def test_crossover_on_a_gpu():
     weight, w = quantized_weight(6144, 4096, "nvfp4", "cuda")
-    found = linear.crossover_batch(*weight, w.bfloat16(), fmt="nvfp4", in_features=4096)
+    found = crossover_batch(*weight, w.bfloat16(), fmt="nvfp4", in_features=4096)
     assert found in (8, 16, 32, 64, 128)
-    assert linear.crossover_batch(*weight, w.bfloat16(), fmt="nvfp4", in_features=4096) == found
+    assert crossover_batch(*weight, w.bfloat16(), fmt="nvfp4", in_features=4096) == found

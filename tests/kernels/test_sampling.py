@@ -17,8 +17,8 @@ from trace_kernels.sampling import (
     sample_tokens,
     sample_tokens_reference,
     sample_tokens_triton,
-    truncation_threshold,
 )
+from trace_kernels.truncation import thresholds, truncation_threshold
 
 FULL = (-1, 1.0, 0.0)
 TRUNCATIONS = [
@@ -35,7 +35,7 @@ def _small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Several chunks from a small vocabulary; real ones on a GPU."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(sampling, "_CHUNK", 128)
-        monkeypatch.setattr(sampling, "_ROW_BLOCK", 512)
+        monkeypatch.setattr("trace_kernels.truncation._ROW_BLOCK", 512)
 
 
 def counters(rows: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ def test_full_distribution(dtype: torch.dtype, vocabulary: int, temperature: flo
 def test_truncated(dtype: torch.dtype, truncation: tuple[int, float, float]) -> None:
     logits = (3 * torch.randn(2, 600) - 4).to(dtype)
     check(logits, 0.8, truncation)
-    kept = logits.float() >= sampling._thresholds(logits, 0.8, *truncation)[:, None]
+    kept = logits.float() >= thresholds(logits, 0.8, *truncation)[:, None]
     assert torch.equal(kept, logits.float() >= truncation_threshold(logits, 0.8, *truncation))
     assert kept.sum(-1).min() >= 1
     assert kept.sum(-1).max() < 100
@@ -86,7 +86,7 @@ def test_ties_with_the_last_token_kept_stay() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0], [-1.0, -3.0, -2.0, -2.0, 0.0, -0.0]])
     for truncation, kept in (((2, 1.0, 0.0), [4, 2]), ((-1, 0.5, 0.0), [4, 2]), ((4, 1.0, 0.0), [4, 5])):
         reference = logits >= truncation_threshold(logits, 1.0, *truncation)
-        assert (logits >= sampling._thresholds(logits, 1.0, *truncation)[:, None]).sum(-1).tolist() == kept
+        assert (logits >= thresholds(logits, 1.0, *truncation)[:, None]).sum(-1).tolist() == kept
         assert reference.sum(-1).tolist() == kept
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from tiny import make_model
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 @pytest.fixture

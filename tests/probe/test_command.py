@@ -12,7 +12,7 @@ import pytest
 from trace_lightning import cli
 from trace_lightning.probe import command
 from trace_lightning.probe.study import Study
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -13,7 +13,7 @@ from trace_lightning.models.policy import final_hidden
 from trace_lightning.probe.agreement import make_trainer
 from trace_lightning.probe.local import LocalErrors, Only, local_errors, weight_outlier
 from trace_lightning.quantization.qat import quantized_weight
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 W4A4KV4 = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4")
 IDS = [torch.arange(40) % 120 + 6, torch.arange(25) * 7 % 120 + 6]

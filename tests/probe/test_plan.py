@@ -10,7 +10,7 @@ import torch
 from trace_lightning.probe import paths
 from trace_lightning.probe.plan import ProbeSettings, check_formats, choose_formats, parse_format
 from trace_lightning.probe.store import PartStore, model_state
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 
 BASE = QuantRecipe(weights="nvfp4", kv_cache="nvfp4", bf16_layers=["last:1"], guidance=GuidanceConfig(mode="parity"))
 

@@ -20,10 +20,11 @@ from trace_lightning.probe.run import ProbeResult, run_probe
 from trace_lightning.probe.store import PartStore
 from trace_lightning.probe.study import Study
 from trace_lightning.probe.verdict import Finding
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.tasks import TwoDigitAddition
-from trace_lightning.types import Prompt, QuantRecipe, SamplingParams
+from trace_lightning.types import Prompt, SamplingParams
 
 MODEL = "builtin:tiny-qwen3"
 

@@ -14,7 +14,7 @@ from trace_lightning.probe import advice
 from trace_lightning.probe.bands import BANDS, grades, worst
 from trace_lightning.probe.study import K3, MAX, MEAN
 from trace_lightning.probe.verdict import Finding, judge, sensitive
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 
 KL, ESS = "rollout_corr/kl", "rollout_corr/ess"
 

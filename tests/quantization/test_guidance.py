@@ -15,9 +15,11 @@ from trace_kernels import formats as F4
 from trace_kernels.round_values import Guide
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
-from trace_lightning.quantization.recorder import GuidanceRecorder, SiteShape, check_budget
+from trace_lightning.quantization.record_budget import check_budget
+from trace_lightning.quantization.record_layout import SiteShape
+from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
-from trace_lightning.types import SITES, GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 
 CPU = torch.device("cpu")
 PROMPTS = make_prompts(5, 17, 31)

@@ -16,7 +16,7 @@ from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.kv import FALLBACK_OUTER, KVWeights, kv_outer_scales
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import NearestRounding
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 class Witness(NearestRounding):

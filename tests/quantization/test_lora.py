@@ -13,7 +13,7 @@ from tiny import make_model
 from trace_lightning.models.policy import set_gradient_checkpointing
 from trace_lightning.quantization.lora import AdapterLinear, adapter_parameters, merge
 from trace_lightning.quantization.qat import install_qat
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 W4, W4A4KV4 = QuantRecipe(weights="nvfp4"), QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4")
 IDS = torch.arange(6, 24).view(2, 9)

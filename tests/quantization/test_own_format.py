@@ -11,7 +11,7 @@ import torch
 
 from tiny import Scorer, make_engine, make_policy, make_prompts, rollout_logprobs, sampling
 from trace_kernels import NVFP4, get_format, is_registered, quantize, register_format
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 _PATH = Path(__file__).parents[2] / "examples" / "custom_format.py"
 

@@ -19,7 +19,7 @@ from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import final_hidden, set_gradient_checkpointing
 from trace_lightning.quantization.qat import QATLinear, install_qat
 from trace_lightning.quantization.rounding import GuidedRounding, NearestRounding
-from trace_lightning.types import GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 
 W4A4KV4 = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4")
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "qwen3_moe"]

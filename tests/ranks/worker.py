@@ -27,10 +27,11 @@ from trace_lightning.data import PromptDataModule
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.sharding import Weights, shard_policy, whole
 from trace_lightning.module import PolicyModule
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.hf_decoder import HFDecoder
 from trace_lightning.tasks import TwoDigitAddition
-from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import SamplingParams
 
 W4A4KV4 = {"weights": "nvfp4", "activations": "nvfp4", "kv_cache": "nvfp4"}
 # Every code is audited, so that the audit is a sum over the same sequences however they are spread.

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trace_lightning.quantization.guidance import GuidanceRecord, SiteTable
+from trace_lightning.recipe import GuidanceConfig
 from trace_lightning.rollout.ahead import Ahead, DrawingStopped, hand_over
-from trace_lightning.types import GuidanceConfig
 
 CPU = torch.device("cpu")
 

@@ -17,6 +17,7 @@ import torch
 from own_environments import Counting, Misbehaving, Rendezvous, Talk
 from tiny import EOS, Scorer, TinyTokenizer, make_engine, make_policy, make_prompts, sampling
 from trace_lightning.quantization.rounding import GuidedRounding
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.engine import LocalEngine
@@ -26,16 +27,7 @@ from trace_lightning.rollout.scoring import score
 from trace_lightning.tasks.base import Task
 from trace_lightning.tasks.environment import Step
 from trace_lightning.tasks.environment_pool import Processes
-from trace_lightning.types import (
-    Completion,
-    GuidanceConfig,
-    Problem,
-    Prompt,
-    QuantRecipe,
-    RolloutBatch,
-    SamplingParams,
-    TurnLimits,
-)
+from trace_lightning.types import Completion, Problem, Prompt, RolloutBatch, SamplingParams, TurnLimits
 
 PROMPTS = make_prompts(1, 5, 16, 31)
 PLAIN = QuantRecipe()
@@ -356,7 +348,7 @@ def test_the_trainer_agrees_about_every_turn(recipe: QuantRecipe, device: str, m
     """Windows of four steps, too few pages: the trainer's own path over the same batch. A CPU plays its graphs."""
     if device == "cpu":
         monkeypatch.setattr(GraphCache, "_capture", lambda self, step: SimpleNamespace(replay=step))
-        monkeypatch.setattr(LocalEngine, "_graphs_for", lambda self, state, params: self._graphs)
+        monkeypatch.setattr(LocalEngine, "_graphs_for", lambda self, state, params: self._workspace.graphs)
     policy = make_policy("qwen3", recipe, head_dim=64).to(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     settings = {"page_size": 16, "kv_cache_tokens": 128, "decode_window": 4, "max_num_seqs": 8}
@@ -365,7 +357,7 @@ def test_the_trainer_agrees_about_every_turn(recipe: QuantRecipe, device: str, m
         ours = talk()
         ours.pool = Late(ours.pool)  # type: ignore[assignment]
         drawn = generate(engine, ours)
-    assert engine._graphs.num_replays > 0
+    assert engine._workspace.graphs.num_replays > 0
     assert drawn.stats["preempted"] > 0
     for completion in drawn.completions:
         check_tokens(completion)

@@ -25,13 +25,14 @@ from tiny import (
 )
 from trace_lightning.models.policy import final_hidden, logits_head
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
-from trace_lightning.rollout import engine as engine_module
+from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rollout import fused_decoder as decoder_module
+from trace_lightning.rollout import workspace
 from trace_lightning.rollout.base import Generation
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.kv_pool import PagePool
-from trace_lightning.types import SITES, Completion, GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.types import Completion, SamplingParams
 
 PROMPTS = make_prompts(1, 5, 16, 31)
 PLAIN = QuantRecipe()
@@ -82,7 +83,7 @@ class TestEndOfCompletions:
     def test_ids_of_all_sources_count(self) -> None:
         model = make_model("qwen3", eos_token_id=[9, 10])
         model.generation_config.eos_token_id = [10, 11]
-        assert make_engine(model, PLAIN).eos == {9, 10, 11, EOS}
+        assert make_engine(model, PLAIN)._stopping.eos == {9, 10, 11, EOS}
 
     def test_stop_token_ids(self) -> None:
         self.check(make_engine(make_model("qwen3"), PLAIN), {EOS, 40, 41}, stop_token_ids=[40, 41])
@@ -197,13 +198,13 @@ class TestMemory:
                 super().__init__(*args)
                 pools.append(self)
 
-        monkeypatch.setattr(engine_module, "PagePool", Watched)
+        monkeypatch.setattr(workspace, "PagePool", Watched)
         engine = make_engine(make_model("qwen3"), W4A4KV4)
         storages, counts = set(), []
         for version in range(4):
             engine.generate(PROMPTS, sampling(), num_samples=3)
             sync(engine, engine._policy, version)
-            storages.add(engine._kv.layers[0][0].data.data_ptr())  # type: ignore[union-attr]
+            storages.add(engine._workspace.kv.layers[0][0].data.data_ptr())  # type: ignore[union-attr]
             gc.collect()
             counts.append(sum(issubclass(type(thing), PackedFP4Tensor) for thing in gc.get_objects()))
         assert len(pools) == 4
@@ -214,9 +215,9 @@ class TestMemory:
     def test_grows_when_a_call_needs_more(self) -> None:
         engine = make_engine(make_model("qwen3"), W4A4KV4)
         engine.generate(PROMPTS[:1], sampling())
-        small = engine._kv.num_pages  # type: ignore[union-attr]
+        small = engine._workspace.kv.num_pages  # type: ignore[union-attr]
         longer = engine.generate(PROMPTS, sampling(), num_samples=3)
-        assert engine._kv.num_pages > small  # type: ignore[union-attr]
+        assert engine._workspace.kv.num_pages > small  # type: ignore[union-attr]
         assert tokens(longer) == tokens(
             make_engine(make_model("qwen3"), W4A4KV4).generate(PROMPTS, sampling(), num_samples=3)
         )
@@ -249,7 +250,7 @@ class TestMemory:
         engine = make_engine(model, W4A4KV4, keep_snapshot=False)
         first = greedy(engine)
         assert engine._decoder is None
-        assert engine._kv is None
+        assert engine._workspace.kv is None
         with pytest.raises(ValueError, match="load_weights first"):
             greedy(engine)
         sync(engine, model, 1)
@@ -271,27 +272,27 @@ class TestMemory:
         """Far more is wanted than fits: small changes of what is free move neither the cache nor its graphs."""
         engine, sizes = make_engine(make_model("qwen3"), PLAIN), []
         for possible in (120, 130, 90, 136, 160):
-            monkeypatch.setattr(LocalEngine, "_possible_tokens", lambda self, held, n=possible: n)
+            monkeypatch.setattr(workspace.Workspace, "_possible_tokens", lambda *_, n=possible: n)
             engine.generate(PROMPTS, sampling(), num_samples=4)
-            sizes.append(engine._kv.num_pages * engine.page_size)  # type: ignore[union-attr]
+            sizes.append(engine._workspace.kv.num_pages * engine.page_size)  # type: ignore[union-attr]
         assert sizes == [120, 120, 120, 120, 160]
 
     def test_graphs_that_write_to_a_cache_go_with_it(self) -> None:
         """The next cache may begin at the address of the last one, so addresses alone do not tell them apart."""
         engine = make_engine(make_model("qwen3"), W4A4KV4)
         engine.generate(PROMPTS[:1], sampling())
-        engine._sync_graph.run("key", lambda: None)
+        engine._workspace.sync_graph.run("key", lambda: None)
         engine.generate(PROMPTS, sampling(), num_samples=3)
         steps: list[str] = []
-        engine._sync_graph.run("key", lambda: steps.append("not from a graph"))
+        engine._workspace.sync_graph.run("key", lambda: steps.append("not from a graph"))
         assert steps
 
     def test_graphs_of_temperatures_that_pass_by_do_not_pile_up(self) -> None:
         engine, kept = make_engine(make_model("qwen3"), PLAIN), []
         for temperature in (1.0, 0.9, 0.8, 0.9, 0.7, 0.6):
             engine.generate(PROMPTS, sampling(temperature=temperature))
-            kept.append(bool(engine._graphs._seen))
-            engine._graphs._seen.add("a shape")
+            kept.append(bool(engine._workspace.graphs._seen))
+            engine._workspace.graphs._seen.add("a shape")
         assert kept == [False, True, True, True, True, False]
 
     def test_interrupted_call_takes_no_pages_with_it(self) -> None:
@@ -310,7 +311,7 @@ class TestMemory:
         engines = [make_engine(make_model("qwen3"), recipe) for recipe in (PLAIN, W4A4KV4)]
         for engine in engines:
             engine.generate(PROMPTS, sampling())
-        sizes = [engine._kv.nbytes for engine in engines]  # type: ignore[union-attr]
+        sizes = [engine._workspace.kv.nbytes for engine in engines]  # type: ignore[union-attr]
         assert sizes[1] / sizes[0] == 4.5 / 32
 
 
@@ -356,8 +357,8 @@ class TestSync:
 
         def cached_v() -> Tensor:
             engine.generate(whole_pages, sampling(max_new_tokens=1))
-            slots = torch.arange(engine._kv.num_pages * engine.page_size)  # type: ignore[union-attr]
-            return engine._kv.read(0, slots)[1]  # type: ignore[union-attr]
+            slots = torch.arange(engine._workspace.kv.num_pages * engine.page_size)  # type: ignore[union-attr]
+            return engine._workspace.kv.read(0, slots)[1]  # type: ignore[union-attr]
 
         before, outer = cached_v(), engine.decoder.kv_outer(0)[1]
         outer = None if outer is None else outer.clone()  # it is renewed in place

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from trace_kernels import NVFP4
-from trace_lightning.quantization.recorder import GuidanceRecorder, Rows, SiteShape, StepRecorder
+from trace_lightning.quantization.record_layout import SiteShape
+from trace_lightning.quantization.record_views import StepRecorder
+from trace_lightning.quantization.recorder import GuidanceRecorder, Rows
+from trace_lightning.recipe import GuidanceConfig
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.rollout.recording import RolloutRecording
-from trace_lightning.types import GuidanceConfig
 
 CPU = torch.device("cpu")
 SITES = {(0, "attn_in"): SiteShape(NVFP4(), 32)}

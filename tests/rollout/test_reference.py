@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from tiny import make_batch, make_model, make_policy, perturbed
 from trace_lightning.models.policy import load_policy
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.microbatch import take
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
 from trace_lightning.rollout.scoring import score
-from trace_lightning.types import QuantRecipe
 
 CPU = torch.device("cpu")
 

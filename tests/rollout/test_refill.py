@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tiny import make_engine, make_policy, make_prompts, sampling
 from trace_lightning.quantization.record_join import join_records
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.microbatch import collate_rollout, take
 from trace_lightning.rollout.refill import DynamicSampling
 from trace_lightning.rollout.scoring import score
-from trace_lightning.types import Completion, GuidanceConfig, Problem, Prompt, QuantRecipe, RolloutBatch
+from trace_lightning.types import Completion, Problem, Prompt, RolloutBatch
 
 NAN = float("nan")
 SIZE = 2

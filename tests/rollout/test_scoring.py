@@ -10,11 +10,12 @@ import torch
 
 from tiny import BATCH_LENGTHS, EOS, make_batch, make_policy
 from trace_lightning.models.policy import final_hidden, logits_head
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rl import token_and_topk_logprobs, token_logprobs
 from trace_lightning.rollout.microbatch import collate_rollout, take
 from trace_lightning.rollout.reference import ReferencePolicy
 from trace_lightning.rollout.scoring import score, score_all
-from trace_lightning.types import Completion, Problem, Prompt, QuantRecipe, RolloutBatch
+from trace_lightning.types import Completion, Problem, Prompt, RolloutBatch
 
 CPU = torch.device("cpu")
 

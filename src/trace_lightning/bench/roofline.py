@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trace_kernels import get_format
 from trace_lightning.bench.shapes import ModelShape, lookup
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 def _formats() -> dict[str, QuantRecipe]:

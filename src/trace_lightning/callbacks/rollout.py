@@ -36,9 +36,8 @@ from trace_lightning.callbacks.checks import (
 from trace_lightning.callbacks.conversations import TaskConversations, stop_if_all_failed, task_of
 from trace_lightning.callbacks.scorers import Reward, Scorers
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
+from trace_lightning.callbacks.step_values import StepValues
 from trace_lightning.data import run_seed
-from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics, TurnMetrics
-from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
 from trace_lightning.ranks import check_same_settings, is_joint, together
@@ -117,6 +116,7 @@ class Rollout(Callback):
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling, self.turns, self.max_version_diff = dynamic_sampling, turns, max_version_diff
         self._conversations = TaskConversations(turns)
+        self._values = StepValues(ahead=max_version_diff > 0, refills=dynamic_sampling is not None)
         self.scorers = Scorers(rewards, reward_weights, reward_workers, reward_time_limit)
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
         self.on_phase: Callable[[str], None] | None = None
@@ -154,10 +154,7 @@ class Rollout(Callback):
         self._conversations.setup(trainer, pl_module, self.engine)
         self._watch = self._watch or ParentWatch.start_for(trainer)
         check_same_settings(trainer, self._settings(trainer, pl_module))
-        # On the module, or Lightning would refuse to log them; their states stay out of its state_dict.
-        pl_module.reward_metrics = RewardMetrics(self.scorers.own.names)
-        pl_module.completion_metrics, pl_module.throughput_metrics = CompletionMetrics(), ThroughputMetrics()
-        pl_module.turn_metrics = TurnMetrics()
+        self._values.attach(pl_module, self.scorers.own.names)
 
     def _settings(self, trainer: pl.Trainer, module: PolicyModule) -> dict[str, Any]:
         """What must be alike on every rank."""
@@ -269,51 +266,11 @@ class Rollout(Callback):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         """Log rewards, completions and throughput of the step."""
-        assert batch.rewards_B is not None
-        names = ("reward_metrics", "completion_metrics", "throughput_metrics", "turn_metrics")
-        metrics = [getattr(pl_module, name) for name in names]
-        metrics[0].update(batch.rewards_B.view(-1, batch.num_generations).to(pl_module.device), batch.rewards_by_name)
-        lengths = torch.tensor([c.num_drawn for c in batch.completions], device=pl_module.device)
-        ended = torch.tensor([c.finish_reason == "stop" for c in batch.completions], device=pl_module.device)
-        metrics[1].update(lengths, ended)
-        metrics[3].update(batch.completions, batch.stats)
-        seconds = {f"{name}_seconds": batch.seconds[name] for name in ("rollout", "reward", "train", "sync")}
-        if self.max_version_diff:  # the phases overlap
-            seconds["rollout_wait_seconds"] = batch.seconds["rollout_wait"]
-            seconds["step_seconds"] = sum(batch.seconds[name] for name in ("rollout_wait", "sync", "train"))
-        drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
-        metrics[2].update(drawn, **seconds)
-        values: dict[str, Any] = {}
-        for metric in metrics:
-            values |= metric.compute()
-            metric.reset()
-        values |= self._counts(trainer, batch, drawn)
-        observe = getattr(getattr(trainer, "datamodule", None), "observe", None)  # of a PromptDataModule
-        if observe is not None:
-            values |= observe(batch)
-        values["policy_version"] = float(batch.policy_version)
-        if self.max_version_diff:
-            values["rollout/version_diff"] = batch.stats["version_diff"]
+        values = self._values.of(trainer, pl_module, batch, self._failures)
         pl_module.log_dict(values, batch_size=len(batch.prompts))
         if pl_module.guidance_failed and pl_module.recipe.guidance.fallback and not self._widened:
             self._widen_guidance()
         self._enter("idle")
-
-    def _counts(self, trainer: pl.Trainer, batch: RolloutBatch, num_tokens: int) -> dict[str, float]:
-        """Counts of this step, and of the run for failed rewards, over all ranks; of refills the mean over ranks."""
-        own = {"num_tokens": float(num_tokens), "rollout/preempted": float(batch.stats.get("preempted", 0))}
-        own |= self._failures
-        mine = torch.tensor(list(own.values()), dtype=torch.float64, device=trainer.strategy.root_device)
-        total = trainer.strategy.reduce(mine, reduce_op="sum")
-        counts = dict(zip(own, map(float, total.tolist()), strict=True))
-        if "preempted" not in batch.stats:
-            del counts["rollout/preempted"]
-        if self.dynamic_sampling is not None:
-            refills = RankMeans()
-            for name, value in batch.stats.items():
-                refills.add(name, value, name.startswith("dynamic_sampling/"))
-            counts |= refills.compute()
-        return {name: count for name, count in counts.items() if count or not name.startswith("rewards/")}
 
     def _widen_guidance(self) -> None:
         """The recorded sites do not hold the trainer to the rollout's codes: have all of them recorded from now on."""

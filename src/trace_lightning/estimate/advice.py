@@ -10,7 +10,7 @@ from typing import Any
 from trace_lightning.estimate.memory import fit, peaks, record_row_bytes, record_tokens
 from trace_lightning.estimate.plan import Plan
 from trace_lightning.estimate.speed import PACKED_ROWS, mean_step, rows_side_by_side, speedups, total
-from trace_lightning.types import FP4
+from trace_lightning.recipe import FP4
 
 _SMALLEST = 1024  # hidden size of the smallest shape that was timed, 0.6B
 

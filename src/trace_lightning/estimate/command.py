@@ -20,7 +20,7 @@ from trace_lightning.estimate.ladder import ladder, ladder_table
 from trace_lightning.estimate.plan import LORA_ROLLOUTS, PRECISIONS, REFERENCES, Plan
 from trace_lightning.estimate.report import ASSUMPTIONS, as_json, facts, tables
 from trace_lightning.models.lora import LoraConfig
-from trace_lightning.types import FP4, GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import FP4, GuidanceConfig, QuantRecipe
 
 _WIDTH = 150  # of tables that go to a file
 _CARD = ("memory_gb", "bandwidth_tbs", "bf16_tflops")

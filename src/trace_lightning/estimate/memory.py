@@ -23,8 +23,9 @@ import torch
 from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
 from trace_lightning.estimate.adapters import base_bytes, largest_linear, rollout_adapter_bytes
 from trace_lightning.estimate.plan import Plan
-from trace_lightning.quantization.recorder import GuidanceRecorder, RowLayout
-from trace_lightning.types import FP4
+from trace_lightning.quantization.record_layout import RowLayout
+from trace_lightning.quantization.recorder import GuidanceRecorder
+from trace_lightning.recipe import FP4
 
 PHASES = ("rollout", "train", "step")
 CONTEXT_BYTES = 1.5e9  # assumed: CUDA context, libraries' workspaces

@@ -10,8 +10,8 @@ from trace_lightning.estimate.adapters import adapter_params
 from trace_lightning.estimate.cards import Card
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.quantization.guidance import Key
-from trace_lightning.quantization.recorder import SiteShape
-from trace_lightning.types import FP4, SITES, QuantRecipe
+from trace_lightning.quantization.record_layout import SiteShape
+from trace_lightning.recipe import FP4, SITES, QuantRecipe
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
 REFERENCES = ("none", "bf16", "fp8")

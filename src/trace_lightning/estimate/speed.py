@@ -17,8 +17,8 @@ from trace_lightning.bench.roofline import decode_cost, prefill_operations
 from trace_lightning.estimate.adapters import decode_seconds, unpacking_seconds
 from trace_lightning.estimate.memory import fit, kept_snapshot, microbatch_tokens
 from trace_lightning.estimate.plan import Plan
+from trace_lightning.recipe import FP4, QuantRecipe
 from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS
-from trace_lightning.types import FP4, QuantRecipe
 
 ATTENTION = {"none": (0.99, 0.97), "fp8": (0.97, 0.60), "nvfp4": (0.69, 0.60), "mxfp4": (0.69, 0.60)}
 LINEARS, HEAD = (0.80, 0.58), (0.94, 0.91)  # that read BF16 weights

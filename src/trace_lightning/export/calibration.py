@@ -27,7 +27,7 @@ from trace_lightning.export.source import Source
 from trace_lightning.models.checkpoint import build_model, weight_names
 from trace_lightning.models.layout import read_layout
 from trace_lightning.quantization.qat import install_qat
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 HEADROOM = 4.0
 _MAX_TEXTS, _MAX_TOKENS = 64, 1024

@@ -12,7 +12,7 @@ from trace_lightning.export.exporter import DTYPES, ExportFormat, export_source
 from trace_lightning.export.folder import check_target
 from trace_lightning.export.source import Source, open_source
 from trace_lightning.quantization.dialects import DIALECTS
-from trace_lightning.types import FP4
+from trace_lightning.recipe import FP4
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from trace_lightning.models.checkpoint import weight_names
 from trace_lightning.models.layout import find_decoder_layers, read_layout
 from trace_lightning.quantization.dialects import TENSOR_CLASSES, Dialect, FP4Linear, OuterScale, Scheme
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
-from trace_lightning.types import FormatName
+from trace_lightning.recipe import FormatName
 
 _CHUNK = 1 << 20  # elements that are quantised at a time: the temporaries are ten times as large
 

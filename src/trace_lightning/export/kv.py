@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from trace_kernels import get_format
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 def attention_names(model: PreTrainedModel) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trace_lightning.hparams import from_plain, to_plain
 from trace_lightning.models.checkpoint import read_json
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.version import __version__
 
 RECORD = "trace_export.json"

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from trace_lightning.quantization.guidance import AUDIT_SUMS, Key
-from trace_lightning.types import SITES
+from trace_lightning.recipe import SITES
 
 AuditTable = Mapping[Key, Sequence[float]]  # AUDIT_SUMS of each (layer, site)
 LOGGED = ("code_mismatch_before", "code_mismatch_after", "d_act_rel_before", "d_act_rel_after")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 # The last part of a linear's name -> its site. `c_proj`, `dense` and `out_proj` occur in attention and MLP: see _role.
 _ROLES = {

@@ -26,7 +26,7 @@ from trace_lightning.quantization.dialects import TENSOR_CLASSES
 from trace_lightning.quantization.lora import AdapterLinear, LoraState, MergedLinear, adapter_parameters, lora_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import QATGroup, QATState
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 _PIECE = 2**24
 _HELD_ONCE = ("none", *TENSOR_CLASSES)  # formats of a base that both sides can read

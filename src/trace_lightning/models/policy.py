@@ -23,7 +23,7 @@ from trace_lightning.quantization.lora import MergedLinear, adapter_parameters, 
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
 from trace_lightning.quantization.rounding import Rounding
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import yaml
 
 from trace_lightning.probe.verdict import GO, WEIGHT_ERROR, Finding
 from trace_lightning.quantization.qat import QATState
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 def excluded(qat: QATState, rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -31,10 +31,11 @@ from trace_lightning.metrics.positions import position_sums
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, MismatchCounts
 from trace_lightning.quantization.qat import QATLinear, install_qat
 from trace_lightning.quantization.rounding import GuidedRounding, Rounding
+from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.base import Progress, RolloutEngine
 from trace_lightning.rollout.microbatch import MicroBatch, collate_rollout, plan_microbatches, take
 from trace_lightning.rollout.scoring import score_all
-from trace_lightning.types import FP4, SITES, GuidanceConfig, Prompt, QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.types import Prompt, RolloutBatch, SamplingParams
 
 Score = Callable[[PreTrainedModel, MicroBatch, float, Rounding | None], Tensor]
 

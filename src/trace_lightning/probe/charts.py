@@ -21,7 +21,7 @@ from trace_lightning.probe.bands import BANDS
 from trace_lightning.probe.outputs import interval, share
 from trace_lightning.probe.run import ProbeResult
 from trace_lightning.probe.study import K3
-from trace_lightning.types import SITES
+from trace_lightning.recipe import SITES
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _D_ACT = (

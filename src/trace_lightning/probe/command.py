@@ -38,12 +38,13 @@ from trace_lightning.probe.run import ProbeResult, run_probe
 from trace_lightning.probe.store import PartStore, digest, model_state
 from trace_lightning.probe.study import Study
 from trace_lightning.quantization.qat import install_qat
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.base import RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.rewarding import Scorer
 from trace_lightning.suggestions import did_you_mean, vocabulary
 from trace_lightning.tasks import FunctionReward, RewardFn, Task, TwoDigitAddition
-from trace_lightning.types import Problem, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.types import Problem, Prompt, SamplingParams
 from trace_lightning.version import __version__
 
 _WIDTH = 170  # of tables that go to a file

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from trace_kernels.native import native_supported
-from trace_lightning.types import FP4, QuantRecipe
+from trace_lightning.recipe import FP4, QuantRecipe
 
 NATIVE, UNPACKED, EMULATED, PLAIN, COPIED = "native", "unpacked", "emulated", "plain", "BF16 copy"
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from trace_kernels import get_format
-from trace_lightning.types import FP4, GuidanceConfig, Problem, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.recipe import FP4, GuidanceConfig, QuantRecipe
+from trace_lightning.types import Problem, Prompt, SamplingParams
 
 PARTS = ("divergence", "same_tokens", "layers", "quality", "sync")
 FORMATS = ("bf16", "fp8", "w4a16kv4", "w4a4kv4", "w4a16kv4-mxfp4", "w4a4kv4-mxfp4")

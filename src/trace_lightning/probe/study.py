@@ -42,11 +42,12 @@ from trace_lightning.probe.local import Only, grouped, local_errors, weight_outl
 from trace_lightning.probe.plan import ProbePlan
 from trace_lightning.quantization.qat import QATState
 from trace_lightning.quantization.rounding import Rounding
+from trace_lightning.recipe import SITES, QuantRecipe
 from trace_lightning.rl.logprobs import token_logprobs
 from trace_lightning.rollout.base import Progress, RolloutEngine
 from trace_lightning.rollout.microbatch import MicroBatch, collate_rollout, take
 from trace_lightning.rollout.rewarding import Scorer
-from trace_lightning.types import SITES, Completion, QuantRecipe, RolloutBatch, SamplingParams
+from trace_lightning.types import Completion, RolloutBatch, SamplingParams
 
 SWITCHES: dict[str, tuple[bool, set[str]]] = {
     "weights": (True, set()),

@@ -17,7 +17,7 @@ from typing import Any
 from trace_lightning.probe.bands import BANDS, GRADES, HEALTHY, STOP, WARN, grades, worst
 from trace_lightning.probe.outputs import differences, interval, share
 from trace_lightning.probe.study import K3, MAX, MEAN
-from trace_lightning.types import SITES
+from trace_lightning.recipe import SITES
 
 GO, GUIDED, STAY = "go", "go with guidance", "stay"
 EXIT_CODES = {GO: 0, GUIDED: 1, STAY: 2}

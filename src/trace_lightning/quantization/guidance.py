@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trace_kernels.round_values import Guide
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 Key = tuple[int, str]  # (layer, site)
 

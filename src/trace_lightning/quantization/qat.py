@@ -34,7 +34,7 @@ from trace_kernels.round_values import round_values
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
-from trace_lightning.types import QuantRecipe
+from trace_lightning.recipe import QuantRecipe
 
 
 class LayerState:

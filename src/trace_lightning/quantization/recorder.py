@@ -1,104 +1,26 @@
-"""How the record of the rollout's rounding is written: by kernels, into rows of bytes.
+"""How the record of one `generate` comes about: rows are numbered as tokens are fed, stored, and cut into tables.
 
-    row of one fed token   | scale | codes | outer || scale | codes | outer || ...     a triple per guided (layer, site)
-                           bytes; every field begins at a multiple of 4
+    record_layout.py   where each field of a row lies
+    record_views.py    where kernels write it: `SiteViews` of one pass, `StepRecorder` for steps in a CUDA graph
+    this file          `GuidanceRecorder` collects the rows of everything that is fed, and makes the `GuidanceRecord`
+    record_budget.py   whether all of it fits
 
-The fields are columns of one uint8 matrix, so whatever moves a record moves one tensor: the end of a decode step copies
-a matrix, a window of steps is stored by one copy, and `GuidanceRecord` is views of it.
-
-    StepRecorder       rows at fixed addresses for decode steps inside a CUDA graph; a ring holds a window of steps
-    GuidanceRecorder   collects everything of one `generate`, numbers the rows, and makes the record
-
-K and V are not recorded while they are computed: their codes lie in the pages, and are read back from there when a
-prompt has been prefilled and when a sequence ends.
-
-What was left out: compressing the fields any further; parity bits of well-scaled blocks are close to random.
+Activations are stored as they are fed. K and V are read back from the pages, into the same rows.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trace_kernels import BlockFormat, Quantized, pack_bits, pack_codes, parity_bits
-from trace_kernels.rows import RowRecord
+from trace_kernels import pack_bits, parity_bits
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, SiteTable
-from trace_lightning.types import GuidanceConfig
-
-
-@dataclass(frozen=True)
-class SiteShape:
-    """What is rounded at a site: rows of `width`, or of `heads` x `width` at k and v."""
-
-    fmt: BlockFormat
-    width: int
-    heads: int | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.width // self.fmt.block_size)
-
-    @property
-    def padded(self) -> int:
-        return self.num_blocks * self.fmt.block_size
-
-    def trailing(self, size: int) -> tuple[int, ...]:
-        """Shape of a field of `size` bytes per head, without the rows."""
-        return (size,) if self.heads is None else (self.heads, size)
-
-
-class RowLayout:
-    """Byte offsets of the fields of a row; `view` cuts one field out of a matrix of rows."""
-
-    def __init__(self, fields: Iterable[tuple[Key, str, tuple[int, ...], torch.dtype]]) -> None:
-        self._fields: dict[tuple[Key, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
-        self.row_bytes = 0
-        for key, name, shape, dtype in fields:
-            self._fields[key, name] = (self.row_bytes, shape, dtype)
-            size = dtype.itemsize
-            for extent in shape:
-                size *= extent
-            self.row_bytes += -(-size // 4) * 4
-
-    @classmethod
-    def of_record(cls, sites: dict[Key, SiteShape], *, mode: str, scales: str) -> RowLayout:
-        """Scales (whole or packed parity), codes (packed, or packed parity) and outer scales of activations."""
-        fields: list[tuple[Key, str, tuple[int, ...], torch.dtype]] = []
-        for key, site in sites.items():
-            scale = -(-site.num_blocks // 8) if scales == "parity" else site.num_blocks
-            codes = site.padded // 2 if mode == "full" else site.padded // 8
-            fields.append((key, "scale", site.trailing(scale), torch.uint8))
-            fields.append((key, "codes", site.trailing(codes), torch.uint8))
-            if site.heads is None and site.fmt.has_outer:
-                fields.append((key, "outer", (), torch.float32))
-        return cls(fields)
-
-    @classmethod
-    def of_codes(cls, sites: dict[Key, SiteShape]) -> RowLayout:
-        """Packed codes alone: what an audited row keeps besides."""
-        return cls((key, "codes", site.trailing(site.padded // 2), torch.uint8) for key, site in sites.items())
-
-    def empty(self, rows: int, device: torch.device) -> Tensor:
-        """A matrix of rows; zeroed, for a row may belong to an empty seat that no kernel fills in."""
-        return torch.zeros(rows, self.row_bytes, dtype=torch.uint8, device=device)
-
-    def view(self, data: Tensor, key: Key, name: str) -> Tensor | None:
-        """One field of every row of `data` [..., row_bytes]; None if rows have no such field."""
-        if (key, name) not in self._fields:
-            return None
-        begin, shape, dtype = self._fields[key, name]
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        part = data[..., begin : begin + size]
-        if dtype != torch.uint8:
-            part = part.view(dtype)
-        return part.unflatten(-1, shape) if len(shape) > 1 else part.squeeze(-1) if shape == () else part
+from trace_lightning.quantization.record_layout import RowLayout, SiteShape
+from trace_lightning.quantization.record_views import SiteViews, StepRecorder
+from trace_lightning.recipe import GuidanceConfig
 
 
 @dataclass(frozen=True)
@@ -149,87 +71,6 @@ class Rows:
         if self._matrix is None:
             return torch.empty(0, self.row_bytes, dtype=torch.uint8, device=self.store)
         return self._matrix[: self._used]
-
-
-class SiteViews:
-    """Where the kernels of one pass write: rows of a record, and of full codes where rows are audited."""
-
-    def __init__(
-        self,
-        sites: dict[Key, SiteShape],
-        mode: str,
-        layout: RowLayout,
-        code_layout: RowLayout,
-        data: Tensor,
-        codes: Tensor | None,
-    ) -> None:
-        self.sites, self.mode, self.data, self.codes = sites, mode, data, codes
-        self.layout, self.code_layout = layout, code_layout
-
-    def wants(self, layer: int, site: str) -> bool:
-        return (layer, site) in self.sites
-
-    def of(self, layer: int, site: str, rows: int) -> RowRecord:
-        """The tensors of a site for the first `rows` rows."""
-        key, data = (layer, site), self.data[:rows]
-        written = self.layout.view(data, key, "codes")
-        full = written if self.mode == "full" else None
-        if self.mode != "full" and self.codes is not None:
-            full = self.code_layout.view(self.codes[:rows], key, "codes")
-        return RowRecord(
-            scale=self.layout.view(data, key, "scale"),
-            outer=self.layout.view(data, key, "outer"),
-            parity=None if self.mode == "full" else written,
-            codes=full,
-        )
-
-    def add(self, layer: int, site: str, q: Quantized) -> None:
-        """Write what a torch quantiser returned for all rows."""
-        record = self.of(layer, site, len(q.codes))
-        assert q.scale is not None
-        assert record.scale is not None
-        record.scale.copy_(q.scale)
-        if record.outer is not None and q.outer is not None:
-            record.outer.copy_(q.outer.reshape(-1))
-        if record.parity is not None:
-            record.parity.copy_(pack_bits(q.codes & 1))
-        if record.codes is not None:
-            record.codes.copy_(pack_codes(q.codes))
-
-    def end_step(self) -> None:
-        """Called at the end of a decode step; rows of a pass of its own are stored by the recorder."""
-
-
-class StepRecorder(SiteViews):
-    """`SiteViews` at fixed addresses, and a ring of the last `window` steps; `end_step` can be captured in a graph."""
-
-    def __init__(
-        self, sites: dict[Key, SiteShape], config: GuidanceConfig, *, rows: int, window: int, device: torch.device
-    ) -> None:
-        layout = RowLayout.of_record(sites, mode=config.mode, scales="whole")
-        super().__init__(sites, config.mode, layout, RowLayout.of_codes(sites), layout.empty(rows, device), None)
-        self.ring = self.data.new_empty(window, *self.data.shape)
-        self.code_ring: Tensor | None = None
-        if config.audit_sequences and config.mode != "full":
-            self.codes = self.code_layout.empty(rows, device)
-            self.code_ring = self.codes.new_empty(window, *self.codes.shape)
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def end_step(self) -> None:
-        """Keep the rows of this step."""
-        self.ring.index_copy_(0, self.step, self.data.unsqueeze(0))
-        if self.code_ring is not None and self.codes is not None:
-            self.code_ring.index_copy_(0, self.step, self.codes.unsqueeze(0))
-        self.step += 1
-
-    def restart(self) -> None:
-        """Begin at the first place of the ring again."""
-        self.step.zero_()
-
-    def take(self, steps: int, rows: int) -> tuple[Tensor, Tensor | None]:
-        """The first `rows` rows of the last `steps` steps, [steps, rows, bytes], and of their codes; starts afresh."""
-        self.restart()
-        return self.ring[:steps, :rows], None if self.code_ring is None else self.code_ring[:steps, :rows]
 
 
 class GuidanceRecorder:
@@ -416,44 +257,3 @@ def _scattered(index: Tensor, data: Tensor, count: int) -> Tensor:
     whole = data.new_zeros(count, data.shape[1])
     whole[index.to(data.device)] = data
     return whole
-
-
-def check_budget(config: GuidanceConfig, row_bytes: int, most_tokens: int, store: torch.device) -> None:
-    """Refuse a rollout whose record could outgrow its budget, before a token is drawn.
-
-    The budget is `config.budget_gb`, or else the memory that can be had where the record is kept.
-
-    Raises:
-        ValueError: with both numbers and the ways out.
-    """
-    if config.budget_gb is not None:
-        budget, source = config.budget_gb * 1e9, f"guidance.budget_gb={config.budget_gb:g}"
-    elif store.type == "cuda":
-        budget, source = float(free_gpu_memory(store)), "what is free on the GPU"
-    else:
-        budget, source = _free_host_memory(), "what is free on the host"
-    needed = row_bytes * most_tokens
-    if needed > budget:
-        raise ValueError(
-            f"guidance takes {row_bytes:,} bytes per token, {needed / 1e9:.1f} GB if all {most_tokens:,} tokens of "
-            f"this rollout are drawn; {source} is {budget / 1e9:.1f} GB. Set guidance.store=host, "
-            "guidance.scales=parity or guidance.mode=parity, name fewer guidance.sites, or draw fewer or shorter "
-            "completions."
-        )
-
-
-def free_gpu_memory(device: torch.device) -> int:
-    """Bytes that torch could allocate: what is free on the GPU, and what its allocator holds without using it.
-
-    After a training step most of a GPU belongs to the second kind, the record of the rollout before among it.
-    """
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held
-
-
-def _free_host_memory() -> float:
-    """Bytes that can be taken without swapping, as Linux estimates them."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024.0 * int(line.split()[1])
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

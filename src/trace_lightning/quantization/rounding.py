@@ -24,7 +24,7 @@ from trace_kernels.formats import e2m1_encode
 from trace_kernels.quantize import _E2M1Format
 from trace_kernels.round_values import Guide, guided_codes, round_values
 from trace_lightning.quantization.guidance import GuidanceRows
-from trace_lightning.quantization.recorder import SiteViews
+from trace_lightning.quantization.record_views import SiteViews
 
 
 class Rounding(ABC):
@@ -36,7 +36,7 @@ class Rounding(ABC):
 
         Args:
             layer: decoder layer index.
-            site: one of `trace_lightning.types.SITES`.
+            site: one of `trace_lightning.recipe.SITES`.
             x: [N, K] or [N, H, D].
             fmt: the number format.
             outer: FP32 [H, 1] at k and v; None at linear inputs, where each row has its own.

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_lightning.quantization.guidance import GuidanceRecord
-from trace_lightning.types import Completion, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.recipe import QuantRecipe
+from trace_lightning.types import Completion, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from trace_lightning.rollout.conversation import Conversations

@@ -28,7 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from trace_kernels.decode_attention import SharedPrefix, decode_attention, decode_attention_reference, supports
 from trace_kernels.kv_pages import KVPages
 from trace_kernels.page_gather import gather_pages
-from trace_lightning.quantization.recorder import SiteViews
+from trace_lightning.quantization.record_views import SiteViews
 
 log = logging.getLogger(__name__)
 Owner = TypeVar("Owner")  # whose tokens a segment has

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trace_kernels.decode_attention import SharedPrefix
-from trace_lightning.quantization.recorder import SiteViews
+from trace_lightning.quantization.record_views import SiteViews
 from trace_lightning.rollout.batch import DecodeBatch
 from trace_lightning.rollout.decode_state import DecodeState
 from trace_lightning.rollout.decoder import Decoder

@@ -3,6 +3,7 @@
     load_weights   masters -> packed FP4 snapshot, in place; K/V outer scales renewed; the version moves last
     generate       admit and prefill groups | start samples | decode | retire finished ones (generation.py)
 
+What is kept from call to call, the cache and the graphs, is workspace.py; where completions end is stopping.py.
 Everything numerical is the trainer's own definition: the quantisers, the K/V scales, the log-softmax at the sampling
 temperature. On a GPU every step runs Triton kernels, and a decode step is one replay of a CUDA graph (graphs.py); on a
 CPU the same forward pass runs the kernels' torch references.
@@ -13,42 +14,37 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Hashable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_kernels import BlockFormat, get_format, is_registered
+from trace_kernels import get_format, is_registered
 from trace_lightning.models.layout import read_layout
-from trace_lightning.models.policy import eos_token_ids
 from trace_lightning.models.sharding import Weights
 from trace_lightning.quantization.guidance import Key
-from trace_lightning.quantization.recorder import (
-    GuidanceRecorder,
-    SiteShape,
-    StepRecorder,
-    check_budget,
-    free_gpu_memory,
-)
+from trace_lightning.quantization.record_budget import check_budget
+from trace_lightning.quantization.record_layout import SiteShape
+from trace_lightning.quantization.record_views import StepRecorder
+from trace_lightning.quantization.recorder import GuidanceRecorder
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
 from trace_lightning.rollout.conversation import Conversations
-from trace_lightning.rollout.decode_state import DecodeState, StateShape
+from trace_lightning.rollout.decode_state import DecodeState
 from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES, FusedDecoder
 from trace_lightning.rollout.generation import GenerationRun
-from trace_lightning.rollout.graphs import GraphCache, row_bucket
+from trace_lightning.rollout.graphs import GraphCache
 from trace_lightning.rollout.hf_decoder import HFDecoder
-from trace_lightning.rollout.kv_pool import PagedKV, PagePool
-from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS, PrefixTable
 from trace_lightning.rollout.recording import RolloutRecording
 from trace_lightning.rollout.scheduler import Group, Scheduler
+from trace_lightning.rollout.stopping import Stopping
 from trace_lightning.rollout.verify import check_decoder
-from trace_lightning.types import Completion, Prompt, QuantRecipe, SamplingParams
+from trace_lightning.rollout.workspace import Workspace
+from trace_lightning.types import Completion, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
-_MAX_DISTRIBUTIONS = 4  # of training, evaluation, and two to spare
-_WORTH_KEEPING = 0.875  # of the cache that memory allows: a little more is not worth new graphs
 
 
 class LocalEngine(RolloutEngine):
@@ -98,20 +94,19 @@ class LocalEngine(RolloutEngine):
             raise ValueError(f"engine.decoder={decoder!r}: choose one of auto, fused, hf")
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"engine.memory_fraction={memory_fraction} must be in (0, 1]")
-        self.max_num_seqs, self.page_size, self.kv_cache_tokens = max_num_seqs, page_size, kv_cache_tokens
-        self.memory_fraction, self.prefill_tokens = memory_fraction, prefill_tokens
+        self.max_num_seqs, self.page_size, self.prefill_tokens = max_num_seqs, page_size, prefill_tokens
         self.decoder_kind, self.verify = decoder, verify
         self.cuda_graphs, self.decode_window, self.keep_snapshot = cuda_graphs, decode_window, keep_snapshot
         self._version = -1
         self._decoder: Decoder | None = None
-        self._kv: PagedKV | None = None
-        self._state: DecodeState | None = None
-        self._steps: StepRecorder | None = None
-        self._expected_rows = 0  # of a rollout's guidance record, from the one before
-        self._prefixes: PrefixTable | None = None
-        self._graphs, self._sync_graph = GraphCache(), GraphCache()
+        self._workspace = Workspace(
+            max_num_seqs=max_num_seqs,
+            page_size=page_size,
+            kv_cache_tokens=kv_cache_tokens,
+            memory_fraction=memory_fraction,
+        )
         self._sync_key: Hashable = None
-        self._distributions: set[tuple[float, ...]] = set()  # that graphs may have been captured for
+        self._expected_rows = 0  # of a rollout's guidance record, from the one before
 
     takes_turns = True
 
@@ -143,11 +138,11 @@ class LocalEngine(RolloutEngine):
             log.info("rollouts of %s run through transformers' modules (slower)", policy.config.model_type)
         self.recipe, self.dtype, self._policy = recipe, dtype, policy
         self.device = next(policy.parameters()).device
-        self.tokenizer, self.eos = tokenizer, eos_token_ids(policy, tokenizer)
-        self._stop_cache: dict[str, set[int]] = {}
+        self.tokenizer, self._stopping = tokenizer, Stopping(policy, tokenizer)
         self._verified, self._timed, self._choices = not self.verify, False, ""
         self._said_slow = False
         self.release()
+        self._workspace.setup(self.device, dtype, self._stopping.vocab_size)
         self._build()
         self._wide_sites = self._fp4_sites(policy)
         self._sites = self._guided_sites(policy)
@@ -157,10 +152,8 @@ class LocalEngine(RolloutEngine):
 
     def release(self) -> None:
         """Give back all memory: weights, cache and graphs. The next `load_weights` makes them anew."""
-        self._graphs.clear()
-        self._sync_graph.clear()
-        self._decoder = self._kv = self._state = self._prefixes = self._steps = None
-        self._version = -1
+        self._workspace.release()
+        self._decoder, self._version = None, -1
 
     def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
@@ -192,8 +185,8 @@ class LocalEngine(RolloutEngine):
         wide = self._wide_sites
         if not self._sites or wide.keys() == self._sites.keys():
             return False
-        self._sites, self._steps = {key: wide[key] for key in sorted(wide)}, None
-        self._graphs.clear()  # they write to the rows of before
+        self._sites = {key: wide[key] for key in sorted(wide)}
+        self._workspace.forget_steps()
         return True
 
     @property
@@ -227,122 +220,19 @@ class LocalEngine(RolloutEngine):
 
         def copy() -> None:
             self.decoder.load_weights(weights)
-            if self._kv is not None:
-                self._renew_outer(self._kv)
+            self._workspace.renew_outer(self.decoder)
 
         moving = isinstance(weights, Weights) and weights.temporary
         if moving or not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
             copy()
             return
         masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in weights)
-        key = (masters, None if self._kv is None else self._kv.layers[0][0].data.data_ptr())
+        kv, graph = self._workspace.kv, self._workspace.sync_graph
+        key = (masters, None if kv is None else kv.layers[0][0].data.data_ptr())
         if key != self._sync_key:
-            self._sync_graph.clear()  # the masters or the cache have moved
+            graph.clear()  # the masters or the cache have moved
             self._sync_key = key
-        self._sync_graph.run(key, copy)
-
-    def _renew_outer(self, kv: PagedKV) -> None:
-        for layer in range(len(kv.layers)):
-            kv.set_outer(layer, *self.decoder.kv_outer(layer))
-
-    def _new_kv(self, formats: list[BlockFormat | None], num_tokens: int) -> PagedKV:
-        return PagedKV(
-            formats,
-            num_pages=-(-num_tokens // self.page_size),
-            page_size=self.page_size,
-            num_kv_heads=self.decoder.num_kv_heads,
-            head_dim=self.decoder.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
-    def _reserve_cache(self, prompts: list[Prompt], params: SamplingParams, num_samples: int) -> PagePool:
-        """Pages that let `max_num_seqs` sequences of this call run.
-
-        The storage is kept from call to call while large enough. The page numbers start afresh, so a call that was
-        interrupted takes no pages with it.
-        """
-        longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
-        side_by_side = min(len(prompts) * num_samples, self.max_num_seqs)
-        wanted = self.kv_cache_tokens or (side_by_side + min(len(prompts), side_by_side)) * (longest + self.page_size)
-        held = 0 if self._kv is None else self._kv.num_pages * self.page_size
-        if held and (held >= wanted or self.kv_cache_tokens):
-            return PagePool(held // self.page_size, self.page_size)
-        possible = None if self.kv_cache_tokens else self._possible_tokens(held)
-        if possible is not None and possible < wanted:
-            if held and held >= possible * _WORTH_KEEPING:
-                return PagePool(held // self.page_size, self.page_size)
-            wanted = possible
-        if held:
-            self._kv = None  # free the smaller one first
-            self._graphs.clear()
-            self._sync_graph.clear()  # it writes to the outer scales of before
-        self._kv = self._new_kv(self.decoder.kv_formats, max(wanted, self.page_size))
-        self._renew_outer(self._kv)
-        return PagePool(self._kv.num_pages, self.page_size)
-
-    def _possible_tokens(self, held: int) -> int | None:
-        """Tokens of a cache that takes `memory_fraction` of what a GPU has free, its present `held` ones included."""
-        if self.device.type != "cuda":
-            return None
-        kv = self._kv if self._kv is not None else self._new_kv(self.decoder.kv_formats, self.page_size)
-        per_token = kv.nbytes / (kv.num_pages * self.page_size)
-        free = free_gpu_memory(self.device) + held * per_token
-        return int(free * self.memory_fraction / per_token)
-
-    def _context_limit(self, prompts: list[Prompt], params: SamplingParams) -> int | None:
-        """The number of positions the model has, if completions may be cut there; else None.
-
-        Learned positions would fail beyond it, and rotary ones would be angles that were never trained.
-
-        Raises:
-            ValueError: if a completion could pass the limit and `params` do not say to cut it, or a prompt fills it.
-        """
-        limit: int | None = getattr(self._policy.config, "max_position_embeddings", None)
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        if limit is None or longest + params.max_new_tokens <= limit:
-            return None
-        if params.beyond_context == "error" or longest >= limit:
-            raise ValueError(
-                f"a prompt of {longest} and max_new_tokens={params.max_new_tokens} exceed the context of "
-                f"{type(self._policy).__name__}, {limit} tokens. Lower sampling.max_new_tokens (in conversations "
-                "rollout.turns.max_total_tokens), limit the prompts, or let completions end there "
-                "(sampling.beyond_context=cut)."
-            )
-        return limit
-
-    def _reserve_state(self, prompts: list[Prompt], params: SamplingParams, num_samples: int) -> DecodeState:
-        """Rows for the sequences of this call; kept from call to call while large enough."""
-        longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
-        support = params.record_support if params.truncated else 0
-        rows = row_bucket(min(len(prompts) * num_samples, self.max_num_seqs))
-        shape = StateShape(rows, -(-longest // self.page_size), params.max_new_tokens, support, params.record_logprobs)
-        if self._state is None or not self._state.shape.holds(shape):
-            self._graphs.clear()
-            self._state = self._steps = None
-            self._state = DecodeState(shape, self._vocab_size, self.device)
-        return self._state
-
-    @property
-    def _vocab_size(self) -> int:
-        embedding: Any = self._policy.get_input_embeddings()
-        return int(embedding.weight.shape[0])
-
-    def _stop_ids(self, params: SamplingParams) -> set[int]:
-        vocabulary = self._vocab_size
-        foreign = [i for i in params.stop_token_ids if not 0 <= i < vocabulary]
-        if foreign:
-            raise ValueError(f"sampling.stop_token_ids has {foreign}, but this model's ids are 0 to {vocabulary - 1}")
-        ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos)
-        for text in params.stop:
-            if text not in self._stop_cache:
-                # Decoded one by one: a token's raw form hides spaces and newlines in many tokenizers.
-                pieces = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-                self._stop_cache[text] = {i for i, piece in enumerate(pieces) if text in piece}
-            if not self._stop_cache[text]:
-                raise ValueError(f"sampling.stop has {text!r}, which no token of this tokenizer contains")
-            ids |= self._stop_cache[text]
-        return {i for i in ids if i < vocabulary}  # tokenizers may know more tokens than the model
+        graph.run(key, copy)
 
     @torch.no_grad()
     def generate(
@@ -367,19 +257,18 @@ class LocalEngine(RolloutEngine):
         whole = params
         if conversations is not None:
             whole = dataclasses.replace(params, max_new_tokens=conversations.limits.max_total_tokens)
-        limit, stop_ids = self._context_limit(prompts, whole), self._stop_ids(params)
-        pool, state = (
-            self._reserve_cache(prompts, whole, num_samples),
-            self._reserve_state(prompts, whole, num_samples),
-        )
-        assert self._kv is not None
+        limit, stop_ids = self._stopping.context_limit(prompts, whole), self._stopping.ids(params)
+        memory = self._workspace
+        pool = memory.reserve_cache(self.decoder, prompts, whole, num_samples)
+        state = memory.reserve_state(prompts, whole, num_samples)
+        assert memory.kv is not None
         state.reset(seed=params.seed, stop_ids=stop_ids)
         graphs = self._graphs_for(state, params)
         most_tokens = sum(len(p.token_ids) for p in prompts) + len(prompts) * num_samples * whole.max_new_tokens
         recording = self._recording(state, graphs, most_tokens) if record_guidance else None
         run = GenerationRun(
             decoder=self.decoder,
-            kv=self._kv,
+            kv=memory.kv,
             state=state,
             scheduler=Scheduler(
                 self._groups(prompts, num_samples, audited=recording is not None),
@@ -394,7 +283,7 @@ class LocalEngine(RolloutEngine):
             recording=recording,
             graphs=graphs,
             window=1 if graphs is None else self.decode_window,
-            prefixes=self._prefix_table(prompts, num_samples, state),
+            prefixes=memory.reserve_prefixes(prompts, num_samples, state.shape.rows) if self._fused else None,
             conversations=conversations,
         )
         generation = run.run(progress)
@@ -415,16 +304,16 @@ class LocalEngine(RolloutEngine):
         """Who records this call, if anything is guided."""
         if not self._sites:
             return None
-        assert self._kv is not None
-        config = self.recipe.guidance
+        memory, config = self._workspace, self.recipe.guidance
+        assert memory.kv is not None
         store = torch.device("cpu") if config.store == "host" else self.device
         recorder = GuidanceRecorder(config, self._sites, store, self._expected_rows)
         check_budget(config, recorder.row_bytes, most_tokens, store)
-        if graphs is not None and recorder.rows_when_fed and self._steps is None:
-            self._steps = StepRecorder(
+        if graphs is not None and recorder.rows_when_fed and memory.steps is None:
+            memory.steps = StepRecorder(
                 recorder.sites, config, rows=state.shape.rows, window=self.decode_window, device=self.device
             )
-        return RolloutRecording(recorder, self._kv, None if graphs is None else self._steps)
+        return RolloutRecording(recorder, memory.kv, None if graphs is None else memory.steps)
 
     def _groups(self, prompts: list[Prompt], num_samples: int, *, audited: bool) -> list[Group]:
         """One group per prompt; audited are one sample of each prompt first, then a second of each, and so on."""
@@ -434,10 +323,7 @@ class LocalEngine(RolloutEngine):
 
     def _graphs_for(self, state: DecodeState, params: SamplingParams) -> GraphCache | None:
         """The graphs, where a decode step can be captured at all."""
-        if params.distribution not in self._distributions and len(self._distributions) == _MAX_DISTRIBUTIONS:
-            self._graphs.clear()  # a temperature that changes from rollout to rollout would fill the memory with them
-            self._distributions.clear()
-        self._distributions.add(params.distribution)
+        self._workspace.bound_graphs(params)
         static = self.decoder.prepare(state.capacity(self.page_size))
         if not self.cuda_graphs or self.device.type != "cuda":
             return None
@@ -446,16 +332,4 @@ class LocalEngine(RolloutEngine):
             family = self._policy.config.model_type
             why = "its rotary angles change with the length" if self._fused else "transformers' modules look at data"
             log.info("decode steps of %s run without CUDA graphs (slower): %s", family, why)
-        return self._graphs if static else None
-
-    def _prefix_table(self, prompts: list[Prompt], num_samples: int, state: DecodeState) -> PrefixTable | None:
-        """A table of shared prompts, where sharing them in the decode kernel pays."""
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        if num_samples == 1 or longest < MIN_SHARED_TOKENS or self.device.type != "cuda" or not self._fused:
-            return None
-        key = (state.shape.rows, num_samples)
-        if self._prefixes is None or self._prefixes.group_rows.shape != key:
-            self._graphs.clear()
-            self._prefixes = PrefixTable(*key, self.page_size, self.device)
-        self._prefixes.dirty = True
-        return self._prefixes
+        return self._workspace.graphs if static else None

@@ -38,12 +38,12 @@ from trace_kernels.rows import RowRecord, round_rows
 from trace_lightning.models.layout import read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import AdapterLinear, lora_state
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.rollout.shared_linear import SharedLinear
 from trace_lightning.rollout.snapshot import SnapshotLinear
-from trace_lightning.types import QuantRecipe
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face name -> kernel's

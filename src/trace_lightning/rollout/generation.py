@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trace_lightning.quantization.recorder import SiteViews
+from trace_lightning.quantization.record_views import SiteViews
 from trace_lightning.rollout.base import Generation, Progress
 from trace_lightning.rollout.batch import PrefillBatch, Segment, prefill_passes
 from trace_lightning.rollout.conversation import Conversations

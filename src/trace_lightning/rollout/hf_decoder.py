@@ -30,10 +30,10 @@ from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import adapter_parameters, lora_state
 from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.kv_pool import PagedKV
-from trace_lightning.types import QuantRecipe
 
 
 class _EngineRounding(NearestRounding):

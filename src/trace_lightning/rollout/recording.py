@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from trace_lightning.quantization.guidance import GuidanceRecord, Key
-from trace_lightning.quantization.recorder import GuidanceRecorder, PackedKV, SiteViews, StepRecorder
+from trace_lightning.quantization.record_views import SiteViews, StepRecorder
+from trace_lightning.quantization.recorder import GuidanceRecorder, PackedKV
 from trace_lightning.rollout import scheduler
 from trace_lightning.rollout.kv_pool import PagedKV
 

@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 from trace_lightning.models.policy import load_policy
 from trace_lightning.quantization.lora import lora_state
 from trace_lightning.quantization.qat import QATState
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.microbatch import MicroBatch
 from trace_lightning.rollout.scoring import score
-from trace_lightning.types import QuantRecipe
 
 
 @dataclass(frozen=True, kw_only=True)

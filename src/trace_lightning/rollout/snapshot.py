@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from trace_kernels import get_format
 from trace_kernels.block_quantize import requantize_
-from trace_kernels.linear import crossover_batch, fp4_linear, supports
+from trace_kernels.crossover import crossover_batch
+from trace_kernels.linear import fp4_linear, supports
 from trace_lightning.quantization.dialects import TENSOR_CLASSES
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 
