@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -206,6 +207,7 @@ def test_released_snapshot_is_built_anew() -> None:
     model, prompts = model_on_gpu(), make_prompts(5, 64)
     engine = fast_engine(model, W4A16KV4, keep_snapshot=False)
     before = tokens(engine.generate(prompts, GREEDY))
+    gc.collect()  # engines of earlier tests, which could go in between
     held = torch.cuda.memory_allocated()
     with pytest.raises(ValueError, match="load_weights first"):
         engine.generate(prompts, GREEDY)

@@ -425,12 +425,13 @@ def test_a_loss_that_needs_a_record_says_so():
         ({"loss": ScoreCentering(), "corrections": [Veto(), IcePop()]}, "icepop would count it twice"),
         ({"path": "no/such/dir"}, "no directory"),
         ({"learning_rate": 0}, "learning_rate"),
+        ({"lr_decay": "exponential"}, "none, linear, cosine"),
         (
             {"bypass_mode": True, "corrections": [TIS()]},
             "bypass_mode=true puts the ratio.*tis_token would count it twice",
         ),
     ],
-    ids=["TBPO and TIS", "ScoreCentering and IcePop", "path", "learning rate", "bypass and TIS"],
+    ids=["TBPO and TIS", "ScoreCentering and IcePop", "path", "learning rate", "decay", "bypass and TIS"],
 )
 def test_bad_module_settings_are_refused_at_construction(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -448,6 +449,13 @@ def test_sixteen_mixed_is_refused():
 def test_trainer_flags_that_manual_optimisation_cannot_honour_name_ours(flag):
     with pytest.raises(ValueError, match=r"max_grad_norm|max_tokens_per_microbatch"):
         fit(make(), **flag)
+
+
+def test_a_decay_ends_with_the_run():
+    trainer = fit(make(lr_decay="linear"), steps=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0
+    with pytest.raises(ValueError, match=r"trainer\.max_steps, which is not set"):
+        fit(make(lr_decay="linear"), steps=-1, max_epochs=1)
 
 
 class Seen(GRPO):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -40,6 +40,7 @@ from trace_lightning.rl.clipped_losses import GRPO
 from trace_lightning.rl.corrections import Correction, check_corrections
 from trace_lightning.rl.lengths import LengthPenalty
 from trace_lightning.rl.losses import GlobalCounts, PolicyLoss
+from trace_lightning.rl.schedule import LRDecay, lr_factor
 from trace_lightning.rollout.credit import assign_advantages
 from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microbatches, take
 from trace_lightning.rollout.objective import Objective
@@ -68,6 +69,7 @@ class PolicyModule(pl.LightningModule):
             gap between rollout and trainer, and no forward pass is spent on old log-probs.
         learning_rate: of AdamW, after warm-up.
         warmup_steps: optimizer steps of linear warm-up.
+        lr_decay: after the warm-up: `none`, `linear` or `cosine`, which reach 0 at `trainer.max_steps`.
         weight_decay: of AdamW; 0 for quantised weights, or small ones are pulled through the grid.
         betas: of AdamW.
         max_grad_norm: gradients are clipped to this global norm.
@@ -94,6 +96,7 @@ class PolicyModule(pl.LightningModule):
         bypass_mode: bool = False,
         learning_rate: float = 1e-6,
         warmup_steps: int = 0,
+        lr_decay: LRDecay = "none",
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         max_grad_norm: float = 1.0,
@@ -116,6 +119,8 @@ class PolicyModule(pl.LightningModule):
         ):
             if arguments[name] <= 0:
                 raise ValueError(f"model.{name}={arguments[name]} must be above 0")
+        if lr_decay not in get_args(LRDecay):
+            raise ValueError(f"model.lr_decay={lr_decay!r}: choose one of {', '.join(get_args(LRDecay))}")
         self.automatic_optimization = False
         self.path, self.recipe = path, from_plain(recipe) or QuantRecipe()
         self.loss: PolicyLoss = from_plain(loss) or GRPO()
@@ -126,7 +131,8 @@ class PolicyModule(pl.LightningModule):
         check_corrections(self.corrections, self.loss, bypass_mode=bypass_mode)
         # No nn.Module, so neither state_dict nor the optimizer sees it.
         self.reference = ReferencePolicy(from_plain(reference) or ReferenceConfig(), path, attention)
-        self.learning_rate, self.warmup_steps, self.weight_decay = learning_rate, warmup_steps, weight_decay
+        self.learning_rate, self.warmup_steps, self.lr_decay = learning_rate, warmup_steps, lr_decay
+        self.weight_decay = weight_decay
         self.betas, self.max_grad_norm = (betas[0], betas[1]), max_grad_norm
         self.num_iterations, self.num_minibatches = num_iterations, num_minibatches
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
@@ -224,7 +230,7 @@ class PolicyModule(pl.LightningModule):
         loop._batches_that_stepped = loop.batch_progress.total.processed  # type: ignore[attr-defined]
 
     def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up, stepped once per optimizer step."""
+        """AdamW with linear warm-up and maybe a decay, stepped once per optimizer step."""
         assert self.policy is not None
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -233,8 +239,10 @@ class PolicyModule(pl.LightningModule):
             betas=self.betas,
             weight_decay=self.weight_decay,  # type: ignore[arg-type]
         )
-        warmup = max(1, self.warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        settings: Any = {"decay": self.lr_decay, "max_steps": self.trainer.max_steps}
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(step, warmup_steps=self.warmup_steps, **settings)
+        )
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     @property
@@ -247,7 +255,7 @@ class PolicyModule(pl.LightningModule):
     def trainer(self, trainer: pl.Trainer | None) -> None:
         # On attaching, because Lightning's own complaint, which comes next, cannot name our arguments.
         if trainer is not None:
-            check_trainer(trainer, adapters=self.lora is not None)
+            check_trainer(trainer, adapters=self.lora is not None, decays=self.lr_decay != "none")
             keep_numbers_wide(trainer)
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 

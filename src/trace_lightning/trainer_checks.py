@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from trace_lightning.strategy import FSDP2Strategy
 
 
-def check_trainer(trainer: pl.Trainer, *, adapters: bool) -> None:
-    """Refuse strategies that are not supported and flags that manual optimisation would not honour.
+def check_trainer(trainer: pl.Trainer, *, adapters: bool, decays: bool) -> None:
+    """Refuse strategies that are not supported, flags that would not be honoured, and a decay without an end.
 
     Raises:
         ValueError: naming the flag and what to set instead.
@@ -31,6 +31,8 @@ def check_trainer(trainer: pl.Trainer, *, adapters: bool) -> None:
             "trainer.accumulate_grad_batches is not used here: a rollout is cut by model.max_tokens_per_microbatch, "
             "and its size is data.batch_size x rollout.num_generations"
         )
+    if decays and trainer.max_steps <= 0:
+        raise ValueError("model.lr_decay ends at trainer.max_steps, which is not set: set it, or model.lr_decay=none")
     _check_strategy(trainer, adapters=adapters)
 
 
