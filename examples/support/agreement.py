@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trace_kernels import Quantized
+from trace_kernels import Quantized, unpack_codes
+from trace_kernels.audit_codes import compare_codes
 from trace_kernels.formats import e2m1_encode
-from trace_kernels.round_values import Guide, round_values
+from trace_kernels.round_values import Guide, guided_codes, round_values
 from trace_lightning.metrics import audit_values, position_curve, position_slope
 from trace_lightning.models.policy import load_policy, load_tokenizer
 from trace_lightning.probe.agreement import (
@@ -44,8 +45,8 @@ class RolloutScales(GuidedRounding):
     """Takes the rollout's scales and rounds to nearest on them."""
 
     def codes(self, x: Tensor, guide: Guide, fmt: Any) -> Quantized:
-        """The codes nearest on the scales of the guide."""
-        q = super().codes(x, guide, fmt)
+        """The codes nearest on the scales of the guide, whose tokens all follow a row."""
+        q = guided_codes(x, guide, fmt)
         return replace(q, codes=e2m1_encode(fmt.normalize(x, q.scale, q.outer)).flatten(-2))
 
     def guided_values(self, x: Tensor, fmt: Any, outer: Tensor | None, guide: Guide | None) -> Tensor:
@@ -55,6 +56,14 @@ class RolloutScales(GuidedRounding):
             tokens = (guide.row >= 0).nonzero().squeeze(-1)
             values[tokens] = fmt.dequantize(self.codes(x[tokens], guide.followed(tokens), fmt), x.dtype)
         return values
+
+    def audit_sums(self, x: Tensor, fmt: Any, guide: Guide, rolled: Tensor, entries: Tensor) -> Tensor:
+        """Those of `codes`."""
+        tokens = self.rows.audit_tokens
+        x, guide = x[tokens], guide.followed(tokens)
+        used = self.codes(x, guide, fmt)
+        own = fmt.quantize(x, None if guide.per_token else used.outer)
+        return compare_codes(x, used, unpack_codes(rolled[entries]), own, fmt).double().sum(0)
 
 
 def make_trainer(path: str, recipe: QuantRecipe, device: torch.device) -> PreTrainedModel:

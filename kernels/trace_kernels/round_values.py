@@ -93,7 +93,7 @@ def round_in_torch(
 
 
 @triton.jit
-def _place(start, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr):
+def place_blocks(start, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr):
     """Of blocks `start ... start + G` of a token: their numbers, heads, and first elements within the head."""
     n: tl.constexpr = (D + B - 1) // B
     g = start + tl.arange(0, G)
@@ -101,7 +101,7 @@ def _place(start, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _offsets(g, head, first, D: tl.constexpr, B: tl.constexpr):
+def block_offsets(g, head, first, D: tl.constexpr, B: tl.constexpr):
     """Where blocks begin in the token's elements: a plain multiple of B where heads are whole blocks."""
     return g * B if D % B == 0 else head * D + first
 
@@ -131,9 +131,9 @@ def _nearest(
         amax_G = tl.zeros((G,), tl.int32) + tl.max(peak, 0)
         outer_G = fp4.outer_from_amax(amax_G.to(tl.float32, bitcast=True), LIMIT)
     for start in range(0, BLOCKS, G):
-        g, head, first = _place(start, D, B, G)
+        g, head, first = place_blocks(start, D, B, G)
         lane = tl.arange(0, B)
-        at = _offsets(g, head, first, D, B)[:, None] + lane[None, :]
+        at = block_offsets(g, head, first, D, B)[:, None] + lane[None, :]
         inside = (g < BLOCKS)[:, None] & ((first[:, None] + lane[None, :]) < D)
         if SOURCE == 2:
             outer_G = tl.load(OWN + head * own_stride, mask=g < BLOCKS, other=1.0)
@@ -149,7 +149,7 @@ def _nearest(
 
 
 @triton.jit
-def _guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
+def guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
     """FP32 block scales [G]: those recorded, or of the two next to the own ideal one that with the recorded bit."""
     n: tl.constexpr = (D + B - 1) // B
     if BITS:
@@ -162,6 +162,26 @@ def _guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D: tl.constexp
         byte = tl.load(SCALE + g, mask=inside_G, other=8).to(tl.int32)
     scale = fp4.e4m3_scale_value(byte) if B == 16 else fp4.e8m0_scale_value(byte)
     return tl.where(amax_bits_G < 0x7F800000, scale, float("nan"))  # x that is not finite must stay visible
+
+
+@triton.jit
+def pick_code(z, CODES, g, inside_G, B: tl.constexpr, FULL: tl.constexpr):
+    """Codes [G, B / 8, 8]: of the two around z, that nearest the recorded code (FULL) or with the recorded parity."""
+    p = tl.arange(0, B // 8)
+    lower = fp4.e2m1_bracket(z)
+    if FULL:
+        h = tl.arange(0, 4)[None, None, :]
+        pairs = CODES + g[:, None, None] * (B // 2) + p[None, :, None] * 4 + h
+        packed = tl.load(pairs, mask=inside_G[:, None, None], other=0).to(tl.int32)
+        target = fp4.e2m1_value(tl.reshape(tl.join(packed & 15, packed >> 4), (g.shape[0], B // 8, 8)))
+        inner, outward = fp4.signed_code(lower, z), fp4.signed_code(lower + 1, z)
+        nearer = tl.abs(fp4.e2m1_value(inner) - target) <= tl.abs(fp4.e2m1_value(outward) - target)
+        code = tl.where(nearer, inner, outward)
+    else:
+        bytes_GP = tl.load(CODES + g[:, None] * (B // 8) + p[None, :], mask=inside_G[:, None], other=0)
+        bit = (bytes_GP.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+        code = fp4.signed_code(lower + ((lower & 1) ^ bit), z)
+    return code
 
 
 @triton.jit
@@ -184,10 +204,10 @@ def _guided(
     BLOCKS: tl.constexpr = HEADS * ((D + B - 1) // B)
     p = tl.arange(0, B // 8)
     for start in range(0, BLOCKS, G):
-        g, head, first = _place(start, D, B, G)
+        g, head, first = place_blocks(start, D, B, G)
         inside_G = g < BLOCKS
         lane = p[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-        at = _offsets(g, head, first, D, B)[:, None, None] + lane
+        at = block_offsets(g, head, first, D, B)[:, None, None] + lane
         inside = inside_G[:, None, None] & (first[:, None, None] + lane < D)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         amax_bits_G = tl.max(tl.max(fp4.abs_bits(x), 2), 1)
@@ -197,21 +217,10 @@ def _guided(
                 outer_G = tl.load(OUTER + head * outer_stride, mask=inside_G, other=1.0)
             else:
                 outer_G = tl.zeros((G,), tl.float32) + tl.load(OUTER)
-        scale_G = _guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, BITS)
+        scale_G = guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, BITS)
         inverse_G = tl.math.div_rn(tl.full((G,), 1.0, tl.float32), outer_G)
         z = x * tl.math.div_rn(inverse_G, scale_G)[:, None, None]
-        lower = fp4.e2m1_bracket(z)
-        if FULL:
-            h = tl.arange(0, 4)[None, None, :]
-            pairs = CODES + g[:, None, None] * (B // 2) + p[None, :, None] * 4 + h
-            packed = tl.load(pairs, mask=inside_G[:, None, None], other=0).to(tl.int32)
-            target = fp4.e2m1_value(tl.reshape(tl.join(packed & 15, packed >> 4), (G, B // 8, 8)))
-            inner, outward = fp4.e2m1_value(fp4.signed_code(lower, z)), fp4.e2m1_value(fp4.signed_code(lower + 1, z))
-            value = tl.where(tl.abs(inner - target) <= tl.abs(outward - target), inner, outward)
-        else:
-            bytes_GP = tl.load(CODES + g[:, None] * (B // 8) + p[None, :], mask=inside_G[:, None], other=0)
-            bit = (bytes_GP.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-            value = fp4.e2m1_value(fp4.signed_code(lower + ((lower & 1) ^ bit), z))
+        value = fp4.e2m1_value(pick_code(z, CODES, g, inside_G, B, FULL))
         value = (value * scale_G[:, None, None]) * outer_G[:, None, None]
         tl.store(OUT + at, value.to(OUT.dtype.element_ty), mask=inside)
 

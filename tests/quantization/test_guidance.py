@@ -12,7 +12,7 @@ from numerics import assert_bit_equal
 from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, perturbed, rollout_logprobs, sampling
 from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpack_codes
 from trace_kernels import formats as F4
-from trace_kernels.round_values import Guide
+from trace_kernels.round_values import Guide, guided_codes
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
 from trace_lightning.quantization.record_budget import check_budget
@@ -322,7 +322,7 @@ class BothModes(GuidedRounding):
         return super().values(layer, site, x, fmt, outer)
 
     def compare(self, layer: int, site: str, x: Tensor, fmt: Any, guide: Guide) -> None:
-        q = self.codes(x, guide, fmt)
+        q = guided_codes(x, guide, fmt)
         rolled = unpack_codes(guide.codes)
         assert q.scale is not None
         parity = fmt.round_parity(x, q.scale, q.outer, rolled & 1)

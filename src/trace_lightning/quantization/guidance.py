@@ -170,6 +170,15 @@ class GuidanceRows:
             scale_bits=config.scales == "parity",
         )
 
+    def audited(self, layer: int, site: str) -> tuple[Tensor, Tensor]:
+        """Full codes of the rollout at a site, and the entry of each of `audit_tokens`, on the tokens' device."""
+        audit = self.record.tables[layer, site].audit
+        assert audit is not None
+        if self.gathered is None:
+            return audit, self.audit_entries
+        gathered = audit[self.audit_entries.to(audit.device)].to(self.row.device)
+        return gathered, torch.arange(len(gathered), device=self.row.device)
+
     def _moved(self, table: Tensor) -> Tensor:
         return table if self.gathered is None else table[self.gathered].to(self.row.device)
 

@@ -14,15 +14,13 @@ were built for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from trace_kernels import BlockFormat, Quantized, straight_through, unpack_codes
-from trace_kernels.formats import e2m1_encode
-from trace_kernels.quantize import _E2M1Format
-from trace_kernels.round_values import Guide, guided_codes, round_values
+from trace_kernels import BlockFormat, Quantized, straight_through
+from trace_kernels.audit_codes import audit_codes
+from trace_kernels.round_values import Guide, round_values
 from trace_lightning.quantization.guidance import GuidanceRows
 from trace_lightning.quantization.record_views import SiteViews
 
@@ -78,57 +76,20 @@ class GuidedRounding(Rounding):
         return self.guided_values(x, fmt, outer, guide)
 
     def guided_values(self, x: Tensor, fmt: BlockFormat, outer: Tensor | None, guide: Guide | None) -> Tensor:
-        """Values of all tokens: those with a row as `codes` says, the others rounded to nearest."""
+        """Values of all tokens: along the record those that have a row, the others rounded to nearest."""
         return round_values(x, fmt, outer, guide=guide)
 
-    def codes(self, x: Tensor, guide: Guide, fmt: BlockFormat) -> Quantized:
-        """Codes of tokens that all follow a row, in the order of the guide."""
-        return guided_codes(x, guide, fmt)
-
-    @torch.no_grad()
     def audit(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, guide: Guide) -> None:
         """Compare the codes of audited tokens with the rollout's; once, for a recomputed forward pass uses the same."""
-        tokens, key = self.rows.audit_tokens, (layer, site)
-        if not len(tokens) or key in self.rows.mismatch.sums:
+        key = (layer, site)
+        if not len(self.rows.audit_tokens) or key in self.rows.mismatch.sums:
             return
-        table = self.rows.table(layer, site)
-        assert isinstance(fmt, _E2M1Format)
-        assert table is not None
-        assert table.audit is not None
-        x, guide = x[tokens], guide.followed(tokens)
-        used = self.codes(x, guide, fmt)
-        rolled = unpack_codes(table.audit[self.rows.audit_entries.to(table.audit.device)].to(x.device))
-        own = fmt.quantize(x, None if guide.per_token else used.outer)
-        sums = torch.cat((_code_sums(own.codes, used.codes, rolled), _value_sums(x, own, used, rolled, fmt)))
-        if guide.scale_bits:
-            sums[5:] = 0  # the scales are the trainer's reading of one bit: the rollout's values are not known
-        self.rows.mismatch.add(key, sums)
+        rolled, entries = self.rows.audited(layer, site)
+        self.rows.mismatch.add(key, self.audit_sums(x, fmt, guide, rolled, entries))
 
-
-def _code_sums(own: Tensor, used: Tensor, rolled: Tensor) -> Tensor:
-    """The first five of `AUDIT_SUMS`, FP64 [5]."""
-    target = _signed_index(rolled)
-    counts = [own.new_full((), rolled.numel(), dtype=torch.int64)]
-    for codes in (own, used):
-        step = (_signed_index(codes) - target).abs()
-        counts += [(step > 0).sum(), (step == 1).sum()]
-    return torch.stack(counts).double()
-
-
-def _value_sums(x: Tensor, own: Quantized, used: Quantized, rolled: Tensor, fmt: _E2M1Format) -> Tensor:
-    """The last five of `AUDIT_SUMS`, FP64 [5], given the rollout's scales in `used`."""
-    assert used.scale is not None
-    nearest = e2m1_encode(fmt.normalize(x, used.scale, used.outer)).flatten(-2)
-    target = fmt.dequantize(replace(used, codes=rolled))
-    values = (fmt.dequantize(own), fmt.dequantize(replace(used, codes=nearest)), fmt.dequantize(used))
-    squares = [(value - target).square().sum() for value in values]
-    return torch.stack([x.new_full((), len(x), dtype=torch.float32), *squares, target.square().sum()]).double()
-
-
-def _signed_index(codes: Tensor) -> Tensor:
-    """E2M1 codes as -7..7, so that neighbours differ by one."""
-    index = (codes & 7).to(torch.int16)
-    return torch.where(codes > 7, -index, index)
+    def audit_sums(self, x: Tensor, fmt: BlockFormat, guide: Guide, rolled: Tensor, entries: Tensor) -> Tensor:
+        """`AUDIT_SUMS` FP64 [10] of the audited tokens; `rolled` and `entries` as `audit_codes` takes them."""
+        return audit_codes(x, fmt, guide, self.rows.audit_tokens, rolled, entries)
 
 
 def round_site(
