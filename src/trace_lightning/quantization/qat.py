@@ -64,6 +64,11 @@ class QATGroup:
         self._rounded: Tensor | None = None
         self._uses = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is rounded are the members' own weights: nothing is merged into them, nor held elsewhere."""
+        return all(type(member).merged is QATLinear.merged for member in self.members)
+
     def round_input(self, x: Tensor) -> Tensor:
         """The input as the rollout would see it; rounded once for all members."""
         if self.activations is None:
@@ -254,6 +259,8 @@ class QATState:
             group.cached = {} if keep else None
         for kv in self.kvs:
             kv.cached = []
+        if keep:
+            self._cache_outer_scales()
         try:
             yield
         finally:
@@ -263,6 +270,22 @@ class QATState:
                 kv.cached = None
             for state in self.states:
                 state.rounding = NEAREST
+
+    @torch.no_grad()
+    def _cache_outer_scales(self) -> None:
+        """Those of all weights in a few launches: taken group by group, a small model waits for them."""
+        fmt = next((group.weights for group in self.groups), None)
+        groups = [group for group in self.groups if group.is_plain]
+        if fmt is None or not fmt.guidable or not groups:
+            return
+        most = max(len(group.members) for group in groups)
+        # A group with fewer members counts its first one several times.
+        members = [member.weight for group in groups for member in (group.members[:1] * most + group.members)[-most:]]
+        peaks = torch.stack([peak.float() for peak in torch._foreach_norm(members, torch.inf)])
+        outers = fmt.outer_from_amax(peaks.view(len(groups), most).amax(1, keepdim=True))
+        if outers is not None:
+            for group, outer in zip(groups, outers.split(1), strict=True):
+                group.cached_outer = outer
 
 
 def _check_attention(attention: str) -> None:
