@@ -254,6 +254,8 @@ class TestForward:
             assert_bit_equal(policy(ids).logits, before)
             assert_bit_equal(policy(ids).logits, before)
             policy(ids).logits.sum().backward()
+        with policy.trace_qat.cache_weights(keep=False):
+            assert_bit_equal(policy(ids).logits, before)
         assert all(parameter.grad is not None for parameter in policy.parameters())
         assert all(group.cached is None for group in policy.trace_qat.groups)
         for parameter in policy.model.layers.parameters():
