@@ -50,6 +50,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     "naive_w4a16": ("W4A16KV4 rollout, trainer not quantised, TIS", [*NAIVE, W4A16]),
     "qat_w4a16": ("W4A16KV4, symmetric QAT, TIS", [*NOT_GUIDED, W4A16]),
     "trace_w4a16": ("W4A16KV4, TRACE as shipped, TIS", [W4A16]),
+    "trace_w4a16_46": ("W4A16KV4 with four-over-six, TRACE as shipped, TIS", [W4A16, "--recipe.four_over_six=true"]),
 }
 DEFAULT_ARMS = ["bf16", "naive", "naive_tis", "qat", "quads", "trace_half", "trace", "trace_six"]
 HARD = ["--model.num_minibatches=4"]
