@@ -11,6 +11,8 @@ make of the same unquantised policy.
 With `--drift` the trainer has taken optimizer steps that the rollout has not: policy gradients with random advantages,
 the same weights for all arms. There the floor is no goal but shows how far the policy has really moved.
 
+Records below one bit per element (`support/syndromes.py`, arms `one_in_2` to `five_of_16`) run if `--arms` names them.
+
     python examples/guidance_study.py --json study.json --plot study.png             2,048 tokens of SmolLM2, for a GPU
     python examples/guidance_study.py --model builtin:tiny-qwen3                     a CPU, under a minute
 """
