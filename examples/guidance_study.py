@@ -11,6 +11,8 @@ make of the same unquantised policy.
 With `--drift` the trainer has taken optimizer steps that the rollout has not: policy gradients with random advantages,
 the same weights for all arms. There the floor is no goal but shows how far the policy has really moved.
 
+Records below one bit per element (`support/syndromes.py`, arms `one_in_2` to `five_of_16`) run if `--arms` names them.
+
     python examples/guidance_study.py --json study.json --plot study.png             2,048 tokens of SmolLM2, for a GPU
     python examples/guidance_study.py --model builtin:tiny-qwen3                     a CPU, under a minute
 """
@@ -35,8 +37,10 @@ from support.agreement import (
     make_trainer,
     measure,
     prompt_texts,
+    restrict,
     roll_out,
 )
+from support.syndromes import SyndromeRounding, syndrome_arms
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -85,6 +89,23 @@ def arms_of(formats: dict[str, Any], num_layers: int) -> list[Arm]:
     ]
 
 
+def arms_to_run(args: argparse.Namespace, rollout: str, num_layers: int) -> list[Arm]:
+    """The arms of `--arms`, else all but the syndromes, which run where they are named."""
+    formats = ROLLOUTS[rollout]
+    arms = [arm for arm in arms_of(formats, num_layers) if not args.arms or arm.name in args.arms]
+    arms = [arm for arm in arms if arm.name in SHORT or "MXFP4" not in rollout]
+    return arms + [arm for arm in syndromes_of(formats) if arm.name in (args.arms or ())]
+
+
+def syndromes_of(formats: dict[str, Any]) -> list[Arm]:
+    """Arms that record less than one bit per element, at the default sites and at all of them."""
+    if not formats:
+        return []
+    shipped = QuantRecipe(**formats, guidance=GuidanceConfig(mode="parity"))
+    default = replace(shipped.guidance, sites=list(shipped.guided_sites))
+    return syndrome_arms(default, [site for site in SITES if shipped.site_format(site) != "none"])
+
+
 def drifted(args: argparse.Namespace, source: PreTrainedModel, batch: RolloutBatch) -> dict[int, dict[str, Tensor]]:
     """Parameters after each of `args.drift` AdamW steps of -A log p, A normal per sequence, on <= 256 tokens each."""
     policy, device = copy.deepcopy(source), source.device
@@ -125,19 +146,31 @@ def study(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, 
     num_layers = len(plain.trace_qat.layout.layers)  # type: ignore[union-attr]
     for rollout in args.rollouts:
         formats = ROLLOUTS[rollout]
-        arms = [arm for arm in arms_of(formats, num_layers) if not args.arms or arm.name in args.arms]
-        arms = [arm for arm in arms if arm.name in SHORT or "MXFP4" not in rollout]
+        arms = arms_to_run(args, rollout, num_layers)
         batch, speed = roll_out(args, source, full_record(formats, args.sequences))
         states = states or drifted(args, source, batch)
         quantised = make_trainer(args.model, QuantRecipe(**formats), device)
         for drift, state in states.items():
             with weights(plain, state), weights(quantised, state):
-                for arm in [arm for arm in arms if drift == 0 or arm.name in SHORT]:
+                for arm in [arm for arm in arms if drift == 0 or under_drift(arm)]:
                     policy = quantised if arm.quantised else plain
                     measured = measure(policy, batch, arm, args.lengths, device)
                     for length, values in measured.items():
                         names = {"rollout": rollout, "arm": arm.name, "drift": drift, "length": length}
-                        yield {**names, **values, "rollout_tokens_per_s": speed}
+                        yield {**names, **values, **would_take(arm, batch), "rollout_tokens_per_s": speed}
+
+
+def under_drift(arm: Arm) -> bool:
+    return arm.name in SHORT or issubclass(arm.rounding, SyndromeRounding)
+
+
+def would_take(arm: Arm, batch: RolloutBatch) -> dict[str, float]:
+    """What a record of syndromes would take; the engine writes none yet."""
+    if not issubclass(arm.rounding, SyndromeRounding):
+        return {}
+    assert batch.guidance is not None
+    assert arm.guidance is not None
+    return {"bytes_per_token": arm.rounding.bytes_per_token(restrict(batch.guidance, arm.guidance))}
 
 
 COLUMNS = {
