@@ -14,7 +14,7 @@ import torch
 import scripts
 from trace_kernels import NVFP4, pack_bits, pack_codes
 from trace_lightning.quantization.guidance import GuidanceRecord, GuidanceRows, SiteTable
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DISTANCES = {"one_in_2": 10, "one_in_3": 7, "one_in_4": 6, "one_in_6": 4, "four_of_8": 4, "five_of_16": 4}

@@ -39,10 +39,11 @@ from torch import Tensor
 from trace_kernels import BlockFormat, pack_bits, unpack_bits
 from trace_kernels.formats import E2M1_VALUES, e2m1_bracket
 from trace_kernels.quantize import _E2M1Format
+from trace_kernels.round_values import Guide
 from trace_lightning.probe.agreement import Arm
-from trace_lightning.quantization.guidance import GuidanceRecord, SiteTable
+from trace_lightning.quantization.guidance import GuidanceRecord
 from trace_lightning.quantization.rounding import GuidedRounding
-from trace_lightning.types import GuidanceConfig
+from trace_lightning.recipe import GuidanceConfig
 
 DECISION_BYTES = 2**32  # of one chunk of rows; a row takes a byte per bit and state
 
@@ -171,31 +172,30 @@ class SyndromeRounding(GuidedRounding):
 
     def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
         """As `GuidedRounding`."""
-        table = self.rows.table(layer, site)
-        if table is None or layer < self.parity_layers:
+        guide = self.rows.guide(layer, site)
+        if guide is None or layer < self.parity_layers:
             return super().values(layer, site, x, fmt, outer)
-        assert isinstance(fmt, _E2M1Format)
-        decoded = self._decoded(site, x[self.rows.guided_index], fmt, table)
-        record = replace(self.rows.record, tables={(layer, site): decoded})
-        rows = replace(self.rows, record=record, rows=torch.arange(len(self.rows.rows), device=x.device))
-        return GuidedRounding(rows).values(layer, site, x, fmt, outer)
+        decoded = self.decoded(x, fmt, guide)
+        self.audit(layer, site, x, fmt, decoded)
+        return self.guided_values(x, fmt, outer, decoded)
 
-    def _decoded(self, site: str, x: Tensor, fmt: _E2M1Format, table: SiteTable) -> SiteTable:
-        """The table as the trainer reads it, one entry per guided token of `x`."""
-        rows, padded = self.rows.rows, -(-x.shape[-1] // fmt.block_size) * fmt.block_size
-        recorded, outer = table.scale[rows].to(x.device), table.outer
-        if outer is not None:
-            outer = (outer if site in ("k", "v") else outer[rows]).to(x.device)
-        wide = None if outer is None else outer.unsqueeze(-1)
-        scale = recorded
-        if self.rows.record.config.scales == "parity":
-            scale = fmt.scale_from_parity(x, wide, unpack_bits(recorded, padded // fmt.block_size))
-        own, distance = own_bits(fmt.normalize(x, scale, wide))
-        weight = (fmt.decode_scale(scale) * (1.0 if wide is None else wide)).sqrt().unsqueeze(-1)
+    def decoded(self, x: Tensor, fmt: BlockFormat, guide: Guide) -> Guide:
+        """The guide as the trainer reads it: one row per guided token of `x`, with the bits it takes for sent."""
+        assert isinstance(fmt, _E2M1Format)
+        tokens = (guide.row >= 0).nonzero().squeeze(-1)
+        x, guide = x[tokens], replace(guide.followed(tokens), row=torch.full_like(guide.row, -1))
+        guide.row[tokens] = torch.arange(len(tokens), device=x.device)
+        padded = -(-x.shape[-1] // fmt.block_size) * fmt.block_size
+        outer = None if guide.outer is None else guide.outer.unsqueeze(-1)
+        scale = guide.scale
+        if guide.scale_bits:
+            scale = fmt.scale_from_parity(x, outer, unpack_bits(scale, padded // fmt.block_size))
+        own, distance = own_bits(fmt.normalize(x, scale, outer))
+        weight = (fmt.decode_scale(scale) * (1.0 if outer is None else outer)).sqrt().unsqueeze(-1)
         cost = torch.nan_to_num(distance * weight, nan=0.0, posinf=0.0)
-        sent = unpack_bits(table.codes[rows].to(x.device), padded)
+        sent = unpack_bits(guide.codes, padded)
         bits = self.code.decode(own.flatten(1), cost.flatten(1), self.code.syndrome(sent.flatten(1)))
-        return replace(table, scale=recorded, codes=pack_bits(bits.view_as(sent)), outer=outer)
+        return replace(guide, codes=pack_bits(bits.view_as(sent)))
 
     @classmethod
     def bytes_per_token(cls, record: GuidanceRecord) -> float:
