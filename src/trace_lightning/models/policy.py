@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_lightning.models.checkpoint import load_model
+from trace_lightning.models.checkpoint import empty_model, load_model, plain_config, quantization_of
 from trace_lightning.models.lora import LoraConfig, frozen_tensors, install_lora
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.lora import MergedLinear, adapter_parameters, lora_state
@@ -71,6 +71,25 @@ def load_policy(
         set_gradient_checkpointing(model, True)
     trained: PreTrainedModel = model.train()  # transformers recomputes activations in train mode only
     return trained
+
+
+def policy_structure(
+    path: str, recipe: QuantRecipe, *, attention: str = "sdpa", lora: LoraConfig | None = None
+) -> PreTrainedModel:
+    """What `load_policy` makes of a path, on the meta device: modules, sites and adapters, and no weight is read.
+
+    Raises:
+        ValueError: recipe, attention or adapters do not fit the model.
+        ImportError: a package that `attention` or adapters need.
+    """
+    directory = resolve_model_path(path)
+    quantization_of(directory)
+    model = empty_model(plain_config(directory))
+    install_qat(model, recipe.trained, attention=attention)
+    if lora is not None:
+        with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU
+            install_lora(model, lora, recipe)
+    return model
 
 
 def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name: str) -> None:
