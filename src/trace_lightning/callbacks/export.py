@@ -111,6 +111,7 @@ class HFExport(Callback):
         policy = policy or module.policy
         adapters = adapters_in(policy, module.path)
         if adapters is not None:
+            record.base_identity = policy.trace_lora.base_identity  # type: ignore[union-attr]
             return adapter_source(adapters, None, record, self._folder, "the policy")
         return source_of(policy, module.tokenizer, record, self._folder)
 
