@@ -46,6 +46,8 @@ class Misbehaving(Counting):
         self.how = problem.info.get("how")
         if self.how == "raise in reset":
             raise KeyError("no such game")
+        if self.how == "hang in reset":
+            time.sleep(3600)
         return "a first word" if self.how == "say something in reset" else None
 
     def step(self, text: str) -> Any:

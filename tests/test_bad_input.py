@@ -75,7 +75,16 @@ CASES = {
     "one generation": ("--rollout.num_generations 1", ["rollout.num_generations"]),
     "truncated sampling": ("--rollout.sampling.top_p 0.9", ["top_p=0.9", "record_support"]),
     "context": ("--rollout.sampling.max_new_tokens 4000", ["max_new_tokens=4000", "128 tokens"]),
-    "exclude": ("--recipe.exclude [q_porj]", ["q_porj", "match no module"]),
+    "exclude": ("--recipe.exclude [q_porj]", ["q_porj", "match no module", "did you mean q_proj"]),
+    "no layer left": (
+        "--recipe.bf16_layers [first:3] --recipe.guidance.mode none",
+        ["recipe.bf16_layers=['first:3']", "none of the 2 layers"],
+    ),
+    "nothing left to guide": (
+        "--recipe.guidance.sites [down_in] --recipe.exclude [down_proj]",
+        ["guidance covers down_in", "Widen guidance.layers or guidance.sites"],
+    ),
+    "adapters on nothing": ("--model.lora.target_modules [q_porj]", ["'q_porj' matches no module", "mean q_proj"]),
     "split group": ("--recipe.exclude [q_proj]", ["fused group", "exclude all of its linears or none"]),
     "unknown attention": ("--model.attention sdpaa", ["'sdpaa'", "sdpa"]),
     "attention not installed": ("--model.attention flash_attention_2", ["flash-attn", "trace-lightning[flash-attn]"]),
@@ -116,8 +125,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "wanted"), CASES.values(), ids=CASES.keys())
-def test_bad_input(arguments, wanted, tmp_path, monkeypatch, capsys):
+OF_THE_MODELS_STRUCTURE = (
+    *("exclude", "no layer left", "nothing left to guide", "adapters on nothing", "split group"),
+    *("unknown attention", "attention not installed"),
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name, tmp_path, monkeypatch, capsys):
+    arguments, wanted = CASES[name]
     monkeypatch.delenv("TRACE_LIGHTNING_DEBUG", raising=False)
     common = ["fit", "--config", FP4, "--runs_dir", str(tmp_path), "--trainer.num_sanity_val_steps", "0"]
     common += ["--trainer.max_steps", "1", "--data.heldout_size", "4"]
@@ -129,6 +145,8 @@ def test_bad_input(arguments, wanted, tmp_path, monkeypatch, capsys):
     for text in wanted:
         assert text in message
     assert "Traceback" not in message
+    if name in OF_THE_MODELS_STRUCTURE:
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_verb_lists_the_verbs(monkeypatch, capsys):

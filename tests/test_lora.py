@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -400,6 +401,27 @@ class TestRun:
         assert export_source(open_source(str(path)), tmp_path / "out", how).quantized_as_trained
         codes = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.o_proj.weight_packed"]
         assert_bit_equal(codes, rollout.engine.decoder.layers[1].o.packed.qdata)
+
+    def test_adapters_are_exported_over_their_own_base_alone(self, tmp_path: Path) -> None:
+        """The path of the base is not enough: other weights may lie there, and the same ones elsewhere."""
+        torch.manual_seed(0)
+        model, other = tiny_model(), tiny_model()
+        for name, each in {"base": model, "fp32": model, "other": other}.items():
+            (each.bfloat16() if name == "base" else each.float()).save_pretrained(tmp_path / name)
+            tiny_tokenizer().save_pretrained(tmp_path / name)
+        self.fit(tmp_path / "run", 1, path=str(tmp_path / "base"))
+        (checkpoint,), (policy,) = ((tmp_path / "run").rglob(name) for name in ("last.ckpt", "policy"))
+        for path in (str(checkpoint), str(policy)):
+            open_source(path)
+            open_source(path, str(tmp_path / "fp32"))
+            with pytest.raises(
+                ValueError, match=r"trained over .*base, and .*other holds other weights.*--model\.path"
+            ):
+                open_source(path, str(tmp_path / "other"))
+        shutil.rmtree(tmp_path / "base")
+        (tmp_path / "other").rename(tmp_path / "base")
+        with pytest.raises(ValueError, match=r"base holds other weights"):
+            open_source(str(policy))
 
     def test_the_base_is_packed_group_by_group_wherever_tensors_are_made(self) -> None:
         with torch.device("meta"):  # in Lightning's place, whose context is the GPU

@@ -51,6 +51,7 @@ from trace_lightning.callbacks import (
     RunReport,
     RunSummary,
 )
+from trace_lightning.callbacks.checks import check_structure
 from trace_lightning.data import PromptDataModule
 from trace_lightning.loading import PromptOrder
 from trace_lightning.models.lora import LoraConfig
@@ -140,6 +141,13 @@ class TraceCLI(LightningCLI):
             package = _LOGGER_PACKAGES.get(name)
             if package is not None and importlib.util.find_spec(package) is None:
                 raise ImportError(f"trainer.logger={name} needs {package}: pip install 'trace-lightning[loggers]'")
+
+    def instantiate_classes(self) -> None:
+        """As LightningCLI; a recipe that the engine refuses is refused before loggers make the run's folder."""
+        super().instantiate_classes()
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Rollout) and isinstance(self.model, PolicyModule):
+                check_structure(callback.engine, self.model)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """As LightningCLI, with our loggers and callbacks where none of their kind are configured."""

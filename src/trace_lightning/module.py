@@ -28,8 +28,8 @@ from transformers import AutoConfig, PreTrainedModel
 from trace_lightning.hparams import from_plain, to_plain
 from trace_lightning.metrics import StepMetrics, argmax_agreement, evaluation_values
 from trace_lightning.metrics.tally import RankMeans
-from trace_lightning.models.lora import LoraConfig, base_checksum, check_base, import_peft
-from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer
+from trace_lightning.models.lora import LoraConfig, check_base, describe_base, import_peft
+from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer, policy_structure
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import is_sharded, shard_policy, whole
 from trace_lightning.quantization.lora import adapter_parameters
@@ -141,6 +141,7 @@ class PolicyModule(pl.LightningModule):
         if self.lora is not None:
             self.lora.check(self.recipe)
             import_peft()
+        policy_structure(path, self.recipe, attention=attention, lora=self.lora)  # refuses what does not fit
         self.tokenizer = load_tokenizer(path)
         config = AutoConfig.from_pretrained(resolve_model_path(path))
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
@@ -188,7 +189,7 @@ class PolicyModule(pl.LightningModule):
         if self.lora is not None and self.policy is not None:
             kept = {f"policy.{name}" for name in adapter_parameters(self.policy)}
             checkpoint["state_dict"] = {key: t for key, t in checkpoint["state_dict"].items() if key in kept}
-            checkpoint["lora_base"] = {"path": self.path, "checksum": base_checksum(self.policy)}
+            checkpoint["lora_base"] = describe_base(self.policy, self.path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, or of adapters over another base, on every rank."""

@@ -30,7 +30,7 @@ from trace_lightning.estimate.memory import (
     record_tokens,
 )
 from trace_lightning.estimate.plan import Plan
-from trace_lightning.estimate.speed import Span, decode_parts, phases, rows_side_by_side, speedups, total, train
+from trace_lightning.estimate.speed import Span, decode_parts, phases, rows_side_by_side, speedups, step, total, train
 from trace_lightning.models.lora import LoraConfig, install_lora
 from trace_lightning.models.policy import final_hidden, set_gradient_checkpointing
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
@@ -390,6 +390,21 @@ class TestSpeed:
         ratios = speedups(make_plan("qwen3-8b", "bf16", **batch), make_plan("qwen3-8b", **batch))
         assert ratios["rollout"][1] > ratios["rollout"][0] > 1.5
         assert 1 < ratios["step"][0] < ratios["rollout"][0]
+
+    @pytest.mark.parametrize(("samples", "longer"), [(1, "rollout"), (64, "training")])
+    def test_one_rollout_ahead_the_longer_side_decides_at_best(self, samples, longer):
+        batch = {"prompts": 1, "samples": samples, "prompt_length": 512, "new_tokens": 2048}
+        plan, ahead = make_plan("qwen3-1.7b", **batch), make_plan("qwen3-1.7b", max_version_diff=1, **batch)
+        assert step(plan) == total(phases(plan))
+        fast = {name: span.fast for name, span in phases(ahead).items()}
+        sides = {"training": fast["train"] + fast["optimizer"], "rollout": fast["prefill"] + fast["decode"]}
+        assert max(sides, key=sides.get) == longer
+        assert step(ahead).fast == pytest.approx(fast["sync"] + sides[longer])
+        assert step(ahead).slow == pytest.approx(total(phases(ahead)).slow)
+        plain = make_plan("qwen3-1.7b", "bf16", max_version_diff=1, **batch)
+        (low, high), turn = speedups(plain, ahead)["step"], speedups(plain, plan)["step"]
+        assert low <= turn[0]
+        assert high >= turn[1]
 
     def test_sums(self):
         assert total({"a": Span(1, 2), "b": Span(3, 5)}) == Span(4, 7)

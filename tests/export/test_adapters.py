@@ -160,11 +160,12 @@ class TestRefused:
         with pytest.raises(ValueError, match="is of type IA3"):
             open_source(self.change(adapter, peft_type="IA3"))
 
-    def test_a_base_that_is_gone(self, adapter, base) -> None:
+    def test_a_base_that_is_gone(self, adapter, base, caplog) -> None:
         path = self.change(adapter, base_model_name_or_path="/gone")
         with pytest.raises(ValueError, match=r"is needed as well.* by --model.path"):
             open_source(path)
         assert open_source(path, str(base)).adapters is not None
+        assert f"does not say which weights its adapters were trained over: {base} is taken" in caplog.text
 
     def test_files_that_are_cut_short(self, adapter) -> None:
         file = adapter / "adapter_model.safetensors"

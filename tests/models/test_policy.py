@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tiny import make_model
-from trace_lightning.models.policy import load_policy, load_tokenizer
+from trace_lightning.models.lora import LoraConfig
+from trace_lightning.models.policy import load_policy, load_tokenizer, policy_structure
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.recipe import QuantRecipe
 
@@ -63,3 +64,13 @@ def test_what_is_quantised_is_said_when_the_policy_loads(caplog):
     load_policy("builtin:tiny-qwen3", QuantRecipe(weights="nvfp4", bf16_layers=["first:1"]), dtype=torch.float32)
     assert "50.0%" in caplog.text
     assert "recipe.bf16_layers" in caplog.text
+
+
+def test_the_structure_reads_no_weight_and_draws_no_number(model_dir):
+    """Adapters that are drawn later start from the same numbers as without it."""
+    (model_dir / "model.safetensors").unlink()
+    before = torch.get_rng_state()
+    structure = policy_structure(str(model_dir), QuantRecipe(weights="nvfp4"), lora=LoraConfig())
+    assert {p.device.type for p in structure.parameters()} == {"meta"}
+    assert any("lora_A" in name for name, _ in structure.named_parameters())
+    assert torch.equal(torch.get_rng_state(), before)

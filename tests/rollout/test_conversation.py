@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.graphs import GraphCache
 from trace_lightning.rollout.microbatch import collate_rollout, take
 from trace_lightning.rollout.scoring import score
-from trace_lightning.tasks.base import Task
+from trace_lightning.tasks.base import Failure, Task
 from trace_lightning.tasks.environment import Step
 from trace_lightning.tasks.environment_pool import Processes
 from trace_lightning.types import Completion, Problem, Prompt, RolloutBatch, SamplingParams, TurnLimits
@@ -250,6 +251,19 @@ class TestProcesses:
         pool.end(1)
         pool.close()
 
+    def test_a_turn_that_nobody_reads_is_over_time_and_holds_nobody_up(self) -> None:
+        """It is larger than a pipe holds, and its environment hangs before it reads; another one reads as much."""
+        pool, turn = Processes(Talk(Misbehaving, in_process=False), 2), "x" * 3_000_000
+        pool.start(0, Problem(prompt="", info={"how": "hang in reset"}))
+        pool.start(1, Problem(prompt=""))
+        pool.step(0, turn, 0.5)
+        pool.step(1, turn, 30)
+        assert dict(answers(pool, 2)) == {
+            0: Failure("timed out after 0.5 s", timed_out=True),
+            1: Step("[3000000]", reward=3e6),
+        }
+        pool.close()
+
     def test_more_of_them_than_files_may_usually_be_open(self) -> None:
         pool, (soft, hard) = Processes(Talk(in_process=False), 512), resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
@@ -292,7 +306,8 @@ class TestProcesses:
 
 def answers(pool: Processes, count: int) -> list[Any]:
     found: list[Any] = []
-    while len(found) < count:
+    deadline = time.monotonic() + 60
+    while len(found) < count and time.monotonic() < deadline:
         found += [(number, answer) for number, answer, _ in pool.answers(20.0)]
     return found
 

@@ -94,7 +94,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_a_call_that_hangs() -> None:
 def test_an_asynchronous_reward_that_blocks_its_loop_is_stopped_with_those_beside_it() -> None:
     scorer = Scorer([FunctionReward(own_rewards.blocking)], time_limit=LIMIT)
     begin = time.monotonic()
-    total, _, reasons = scorer(completions("a", "hang", "b"), problems(3))
+    total, _, reasons = scorer(completions("a", "hang", "b" * 1_000_000), problems(3))  # the last: no pipe holds it
     assert time.monotonic() - begin < 10
     assert math.isnan(total[1])
     assert reasons["blocking"][1] == f"timed out after {LIMIT} s"

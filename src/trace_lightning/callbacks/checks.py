@@ -1,18 +1,22 @@
-"""What is refused or said at the start of a run about how its rollouts are drawn: with refills, or one step ahead.
+"""What is refused or said at the start of a run about how its rollouts are drawn: of this model, refilled, or ahead.
 
 And with which batch a run ends, so that nothing is drawn that nobody trains on.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from trace_lightning.loading import SuccessCurriculum
+from trace_lightning.models.policy import policy_structure
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.base import RolloutEngine
+from trace_lightning.rollout.engine import LocalEngine
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,17 @@ def check_engine(engine: RolloutEngine) -> None:
             "rollout.max_version_diff=1 draws while the trainer works, and engine.keep_snapshot=false gives the "
             "engine's memory to the trainer: set it to true, or max_version_diff to 0"
         )
+
+
+def check_structure(engine: RolloutEngine, module: PolicyModule) -> None:
+    """Let our engine refuse model and recipe before a weight is loaded: a copy of it is set up on the meta device.
+
+    Raises:
+        ValueError: what `LocalEngine.setup` refuses.
+    """
+    if type(engine) is LocalEngine:
+        structure = policy_structure(module.path, module.recipe, attention=module.attention, lora=module.lora)
+        copy.copy(engine).setup(structure, module.tokenizer, module.recipe, dtype=torch.float32)
 
 
 def warn_if_uncorrected(module: PolicyModule) -> None:

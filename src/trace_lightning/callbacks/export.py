@@ -27,6 +27,7 @@ from trace_lightning.export.record import ExportRecord, evaluation_of
 from trace_lightning.export.source import Source, adapter_source, source_of
 from trace_lightning.models.sharding import is_sharded, whole_copy
 from trace_lightning.quantization.dialects import DIALECTS
+from trace_lightning.quantization.lora import lora_state
 from trace_lightning.ranks import is_joint, together
 
 
@@ -111,6 +112,9 @@ class HFExport(Callback):
         policy = policy or module.policy
         adapters = adapters_in(policy, module.path)
         if adapters is not None:
+            state = lora_state(policy)
+            assert state is not None
+            record.base_identity = state.base_identity
             return adapter_source(adapters, None, record, self._folder, "the policy")
         return source_of(policy, module.tokenizer, record, self._folder)
 

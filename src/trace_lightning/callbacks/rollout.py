@@ -30,6 +30,7 @@ from trace_lightning.callbacks.checks import (
     check_engine,
     check_loader,
     check_refills,
+    check_structure,
     is_last_batch,
     warn_if_uncorrected,
 )
@@ -138,6 +139,8 @@ class Rollout(Callback):
         """Check what can be checked before any long work."""
         if not isinstance(pl_module, PolicyModule):
             raise ValueError(f"the Rollout callback needs a PolicyModule, got {type(pl_module).__name__}")
+        if not self._ready:
+            check_structure(self.engine, pl_module)
         if stage == "fit":
             self.sampling.check_trainable()
             pl_module.check_sampling(self.sampling)

@@ -18,7 +18,7 @@ from trace_lightning.estimate.memory import (
     record_tokens,
 )
 from trace_lightning.estimate.plan import Plan
-from trace_lightning.estimate.speed import phases, rows_side_by_side, speedups, total
+from trace_lightning.estimate.speed import phases, rows_side_by_side, speedups, step, total
 
 ASSUMPTIONS = (
     "Estimated, not measured. Shares of the roofline were reached on one H200 (1.7B and 8B); other cards are assumed "
@@ -31,7 +31,7 @@ _ROLLOUT = ("prefill", "decode", "recording")
 def facts(plain: Plan, plan: Plan) -> dict[str, Any]:
     """All numbers of one recipe: bytes, seconds as [fast, slow], ratios as [least, most]."""
     seconds, memory = phases(plan), peaks(plan)
-    whole, drawn = total(seconds), total({name: span for name, span in seconds.items() if name in _ROLLOUT})
+    whole, drawn = step(plan), total({name: span for name, span in seconds.items() if name in _ROLLOUT})
     rest = total({name: span for name, span in seconds.items() if name not in _ROLLOUT})
     share = (drawn.fast / (drawn.fast + rest.slow), drawn.slow / (drawn.slow + rest.fast))
     row = record_row_bytes(plan)
@@ -94,7 +94,8 @@ def tables(plan: Plan, columns: list[dict[str, Any]]) -> list[Table]:
     for name, key in (("expected", "guidance_bytes_expected"), ("at most", "guidance_bytes_most")):
         counts[f"guidance, GB per rollout, {name}"] = [f"{_gb(c[key])} {c['guidance_store']}" for c in columns]
     time = {name: [_span(column["seconds"].get(name)) for column in columns] for name in columns[-1]["seconds"]}
-    time["whole step"] = [_span(column["step_seconds"]) for column in columns]
+    whole = "whole step, at best rollout beside training" if plan.max_version_diff else "whole step"
+    time[whole] = [_span(column["step_seconds"]) for column in columns]
     time["rollout's share"] = [_span([100 * share for share in c["rollout_share"]], " %") for c in columns]
     time |= {
         f"{name} against BF16, x": ["", *(_span(c["speedup"][name]) for c in columns[1:])]

@@ -11,6 +11,7 @@ rewards, padding, the trainer's own rounding, communication between GPUs, preemp
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from trace_lightning.bench.roofline import decode_cost, prefill_operations
@@ -41,6 +42,10 @@ class Span:
 
     def __mul__(self, factor: float) -> Span:
         return Span(self.fast * factor, self.slow * factor)
+
+    def beside(self, other: Span) -> Span:
+        """Both at once, neither slowed down by the other."""
+        return Span(max(self.fast, other.fast), max(self.slow, other.slow))
 
     def over(self, other: Span) -> tuple[float, float]:
         """How many times longer this takes than `other`: at least, at most."""
@@ -147,17 +152,30 @@ def total(parts: dict[str, Span]) -> Span:
     return sum(parts.values(), Span(0.0, 0.0))
 
 
+def step(plan: Plan) -> Span:
+    """A whole step: its phases in turn; with `max_version_diff` at best the longer of rollout and training, synced."""
+    parts = phases(plan)
+    whole = total(parts)
+    if not plan.max_version_diff:
+        return whole
+    training = {name: parts.pop(name) for name in ("train", "optimizer")}
+    synced = parts.pop("sync")
+    return Span((synced + total(parts).beside(total(training))).fast, whole.slow)
+
+
 def speedups(plain: Plan, plan: Plan) -> dict[str, tuple[float, float]]:
     """Least and most of BF16's time over this recipe's, of the rollout and of the whole step.
 
-    Both are given the same tail, and the same speed of training: these are facts of the run, not of the recipe.
+    Both are given the same tail, the same speed of training, and training after the rollout or (`max_version_diff`)
+    beside it: these are facts of the run, not of the recipe.
     """
+    orders = (Span.__add__, Span.beside) if plan.max_version_diff else (Span.__add__,)
     ratios: dict[str, list[float]] = {"rollout": [], "step": []}
     training, syncs = total(train(plan)), (sync(plain), sync(plan))
     for tail in (False, True):
         before, after = (total(rollout(each, tail=tail)) for each in (plain, plan))
         ratios["rollout"] += before.over(after)
-        before, after = before + syncs[0], after + syncs[1]
-        for seconds in (training.fast, training.slow):
-            ratios["step"] += (before + Span(seconds, seconds)).over(after + Span(seconds, seconds))
+        for seconds, order in itertools.product((training.fast, training.slow), orders):
+            trained = Span(seconds, seconds)
+            ratios["step"] += (syncs[0] + order(before, trained)).over(syncs[1] + order(after, trained))
     return {name: (min(values), max(values)) for name, values in ratios.items()}

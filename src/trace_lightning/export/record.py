@@ -27,6 +27,7 @@ class ExportRecord:
     Args:
         recipe: of the rollout that the policy was trained with.
         base_model: what the run started from, as it was written in its config.
+        base_identity: of the files that adapters were trained over, see `models.identity`; empty where unknown.
         format: `hf`, `nvfp4`, `mxfp4` or `adapter`.
         dialect: of an FP4 format.
         activations: format of the inputs of linears for which scales were written.
@@ -43,6 +44,7 @@ class ExportRecord:
 
     recipe: QuantRecipe = field(default_factory=QuantRecipe)
     base_model: str = ""
+    base_identity: str = ""
     format: str = "hf"
     dialect: str = ""
     activations: str = "none"

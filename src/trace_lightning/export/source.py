@@ -11,6 +11,7 @@ merged; `Source.base` has them without.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,10 +34,12 @@ from trace_lightning.models.checkpoint import (
     quantization_of,
     weight_names,
 )
+from trace_lightning.models.identity import base_identity
 from trace_lightning.models.policy import load_tokenizer
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.models.sharding import plain_twin
 
+log = logging.getLogger(__name__)
 _PREFIX = "policy."
 
 
@@ -99,7 +102,8 @@ def open_source(path: str, base: str | None = None) -> Source:
         base: for a checkpoint, the directory of the model it started from, if that is no longer where it was.
 
     Raises:
-        ValueError: whatever is missing, damaged or of another model, named.
+        ValueError: whatever is missing, damaged or of another model, named; for adapters a base with other weights than
+            theirs had.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -109,7 +113,7 @@ def open_source(path: str, base: str | None = None) -> Source:
     if (place / CONFIG).is_file():
         adapters = read_peft(place)
         record = read_record(place) or ExportRecord(base_model=adapters.base)
-        return adapter_source(adapters, base, record, place.parent, str(place))
+        return _over_its_base(adapter_source(adapters, base, record, place.parent, str(place)))
     return _from_directory(resolve_model_path(str(place)), path)
 
 
@@ -134,7 +138,8 @@ def _from_checkpoint(file: Path, base: str | None) -> Source:
     )
     adapters = adapters_of(state, hparams, str(file))
     if adapters is not None:
-        return adapter_source(adapters, base, record, run, str(file))
+        record.base_identity = (content.get("lora_base") or {}).get("identity", "")
+        return _over_its_base(adapter_source(adapters, base, record, run, str(file)))
     origin = base or record.base_model
     return _checked(_Renamed(state), _base_of(origin, str(file)), origin, record, run, str(file))
 
@@ -159,6 +164,23 @@ def adapter_source(adapters: Adapters, base: str | None, record: ExportRecord, r
     record = dataclasses.replace(record, merged_in_rollout=merged)
     weights = MergedWeights(plain.weights, adapters)
     return dataclasses.replace(plain, weights=weights, adapters=adapters, record=record, run=run, where=where)
+
+
+def _over_its_base(source: Source) -> Source:
+    """Refuse adapters whose base has other weights now than when they were trained."""
+    assert source.adapters is not None
+    directory, wanted = source.adapters.base, source.record.base_identity
+    if not wanted:
+        log.warning(
+            "%s does not say which weights its adapters were trained over: %s is taken", source.where, directory
+        )
+    elif base_identity(Path(directory)) != wanted:
+        raise ValueError(
+            f"the adapters of {source.where} were trained over {source.record.base_model}, and {directory} holds other "
+            "weights: give a copy of that model by --model.path. To put adapters on another model on purpose, load "
+            "them with peft"
+        )
+    return source
 
 
 def _base_of(origin: str, where: str) -> Path:

@@ -87,6 +87,14 @@ class StoredTensors(Mapping[str, Tensor]):
         """Without reading the tensor."""
         return tuple(self._handles[self._files[name]].get_slice(name).get_shape())
 
+    def rows(self, name: str) -> Tensor:
+        """The first, the middle and the last row of a tensor, without reading the others; a scalar as it is."""
+        shape = self.shape(name)
+        if not shape:
+            return self[name]
+        part = self._handles[self._files[name]].get_slice(name)
+        return torch.cat([part[row : row + 1] for row in sorted({0, shape[0] // 2, max(0, shape[0] - 1)})])
+
 
 def quantization_of(directory: Path) -> tuple[Dialect, Scheme] | None:
     """Dialect and scheme of a checkpoint; None if it is not quantised.

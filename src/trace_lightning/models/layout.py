@@ -13,6 +13,7 @@ FP4 model.
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 
@@ -90,10 +91,17 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
     """Find the groups of `model` that `recipe` quantises; with weights and activations `none` there are none.
 
     Raises:
-        ValueError: if an `exclude` pattern matches no module (a typo would otherwise quantise what was to be kept).
+        ValueError: if an `exclude` pattern matches no module (a typo would otherwise quantise what was to be kept), or
+            `bf16_layers` leaves no layer to quantise.
     """
     prefix, layers = find_decoder_layers(model)
     active = recipe.weights != "none" or recipe.activations != "none"
+    left = [index for index in recipe.quantized_layers(len(layers)) if index < len(layers)]
+    if (active or recipe.kv_cache != "none") and not left:
+        raise ValueError(
+            f"recipe.bf16_layers={recipe.bf16_layers} leaves none of the {len(layers)} layers of "
+            f"{type(model).__name__} to quantise: name fewer, or set recipe.weights, activations and kv_cache to none"
+        )
     wanted = recipe.quantized_layers(len(layers)) if active else range(0)
     kept: dict[str, str] = {}
     found: dict[tuple[int, str, str], list[tuple[str, nn.Linear]]] = {}
@@ -116,10 +124,13 @@ def read_layout(model: PreTrainedModel, recipe: QuantRecipe) -> Layout:
     # What is never quantised may be named all the same; `lm_head` often is.
     unmatched -= {pattern for pattern in unmatched for name, _ in model.named_modules() if re.search(pattern, name)}
     if unmatched:
-        example = next((name for name, module in layers[0].named_modules() if isinstance(module, nn.Linear)), "")
+        linears = [name for name, module in layers[0].named_modules() if isinstance(module, nn.Linear)]
+        leaves = {name.rpartition(".")[2] for name in linears}
+        near = [leaf for pattern in sorted(unmatched) for leaf in difflib.get_close_matches(pattern, leaves, n=2)]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"recipe.exclude patterns {sorted(unmatched)} match no module of {type(model).__name__}; "
-            f"names look like {prefix}.0.{example}"
+            f"recipe.exclude patterns {sorted(unmatched)} match no module of {type(model).__name__}; {hint}"
+            f"Names look like {prefix}.0.{linears[0] if linears else ''}"
         )
     groups = _groups(found)
     quantized = sum(m.in_features * m.out_features for group in groups for m in group.linears)

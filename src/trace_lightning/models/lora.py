@@ -6,9 +6,9 @@ files; how an adapter runs over an FP4 base is ours (quantization/lora.py).
     rollout=adapter   base packed in FP4 once, read by trainer and rollout; only adapters are synced
     rollout=merged    base in high precision in the trainer; W + s B A in FP32 is quantised at each sync
 
-A checkpoint holds the adapters, the path of the base and a checksum of it: adapters over another base are another
-model. What was left out: peft's other initialisations and variants (PiSSA moves the base, DoRA needs its norms), and
-adapters on embeddings and heads.
+A checkpoint holds the adapters, the path of the base, a checksum of it as it was held, and the identity of its files:
+adapters over another base are another model. What was left out: peft's other initialisations and variants (PiSSA moves
+the base, DoRA needs its norms), and adapters on embeddings and heads.
 """
 
 from __future__ import annotations
@@ -225,13 +225,23 @@ def _byte_sum(tensor: Tensor) -> int:
     return int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64))
 
 
+def describe_base(policy: PreTrainedModel, path: str) -> dict[str, Any]:
+    """What a checkpoint of adapters notes about their base at `path`: for a resume, and for an export."""
+    state = lora_state(policy)
+    return {
+        "path": path,
+        "checksum": base_checksum(policy),
+        "identity": "" if state is None else state.base_identity,
+    }
+
+
 def check_base(policy: PreTrainedModel, path: str, stored: dict[str, Any]) -> None:
     """Refuse adapters that were trained over another base.
 
     Args:
         policy: what the checkpoint is for.
         path: of its base.
-        stored: path and checksum of the base of then.
+        stored: `describe_base` of then.
 
     Raises:
         ValueError: the base has changed since.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_lightning.models.checkpoint import load_model
+from trace_lightning.models.checkpoint import empty_model, load_model, plain_config, quantization_of
+from trace_lightning.models.identity import base_identity
 from trace_lightning.models.lora import LoraConfig, frozen_tensors, install_lora
 from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.lora import MergedLinear, adapter_parameters, lora_state
@@ -58,12 +59,13 @@ def load_policy(
     # Lightning's context would load onto the GPU, which may have room for the packed base alone.
     with nullcontext() if lora is None else torch.device("cpu"):
         # A base is packed from, or merged into, what the checkpoint holds: BF16 in between would round twice.
-        model = load_model(resolve_model_path(path), dtype if lora is None else "auto")
+        directory = resolve_model_path(path)
+        model = load_model(directory, dtype if lora is None else "auto")
         qat = install_qat(model, recipe.trained, attention=attention)
         if qat.groups:
             log.info("%s: %s", type(model).__name__, qat.layout.report())
         if lora is not None:
-            install_lora(model, lora, recipe, device=device)
+            install_lora(model, lora, recipe, device=device).base_identity = base_identity(directory)
             _cast_frozen(model, dtype)
             log.info("LoRA: %s", trainable_report(model))
     _switch_off_dropout(model)
@@ -71,6 +73,25 @@ def load_policy(
         set_gradient_checkpointing(model, True)
     trained: PreTrainedModel = model.train()  # transformers recomputes activations in train mode only
     return trained
+
+
+def policy_structure(
+    path: str, recipe: QuantRecipe, *, attention: str = "sdpa", lora: LoraConfig | None = None
+) -> PreTrainedModel:
+    """What `load_policy` makes of a path, on the meta device: modules, sites and adapters, and no weight is read.
+
+    Raises:
+        ValueError: recipe, attention or adapters do not fit the model.
+        ImportError: a package that `attention` or adapters need.
+    """
+    directory = resolve_model_path(path)
+    quantization_of(directory)
+    model = empty_model(plain_config(directory))
+    install_qat(model, recipe.trained, attention=attention)
+    if lora is not None:
+        with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU
+            install_lora(model, lora, recipe)
+    return model
 
 
 def check_same_model(stored: Mapping[str, Tensor], policy: PreTrainedModel, name: str) -> None:

@@ -43,6 +43,7 @@ class LoraState:
 
     def __init__(self, scaling: float, merged: bool, peft_config: Any) -> None:
         self.scaling, self.merged, self.peft_config = scaling, merged, peft_config
+        self.base_identity = ""  # of the files that the base was read from, see models/identity.py
         self.enabled = True
 
     @contextmanager

@@ -134,7 +134,7 @@ class LocalEngine(RolloutEngine):
                 else f"engine.decoder=fused knows our formats alone, not {own[0]}: use auto"
             )
         self._fused = self.decoder_kind == "fused" or (self.decoder_kind == "auto" and known)
-        if not self._fused:
+        if not self._fused and policy.device.type != "meta":
             log.info("rollouts of %s run through transformers' modules (slower)", policy.config.model_type)
         self.recipe, self.dtype, self._policy = recipe, dtype, policy
         self.device = next(policy.parameters()).device

@@ -5,13 +5,13 @@
     server -> trainer    None when ready, or a traceback; then (number, Step or Failure, seconds) for each step
     server <-> child     a text, and the answer to it; the pipe's end is the end of the conversation
 
-The server runs nothing of the user's after the import, so it cannot hang. A child that is over its time is killed, and
-dies with the server in any case, as the server does with the trainer (process.py).
+The server runs nothing of the user's after the import, and never waits for a child to read (outbox.py), so it cannot
+hang. A child that is over its time is killed, and dies with the server in any case, as the server does with the trainer
+(process.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -22,11 +22,12 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from trace_lightning.tasks.base import Failure
 from trace_lightning.tasks.environment import Playing
+from trace_lightning.tasks.outbox import Outbox, ready
 from trace_lightning.tasks.process import ending, parent_lives
 
 _CLOSE_LIMIT = 5.0  # seconds for an environment to clean up
@@ -40,14 +41,19 @@ class _Child:
 
     number: int
     pid: int
-    connection: Connection
+    outbox: Outbox
     deadline: float | None = None
     limit: float = 0.0
     ended: bool = False
 
-    def ask(self, limit: float) -> None:
-        """Start its clock."""
+    @property
+    def connection(self) -> Connection:
+        return self.outbox.connection
+
+    def ask(self, text: str | None, limit: float) -> None:
+        """Send it a turn, or None for the end, and start its clock."""
         self.limit, self.deadline = limit, time.monotonic() + limit
+        self.outbox.put(pickle.dumps(text))
 
     @property
     def seconds(self) -> float:
@@ -76,16 +82,15 @@ class _Server:
             by_connection = {child.connection: child for child in everyone}
             soonest = min((child.deadline for child in everyone if child.deadline is not None), default=None)
             timeout = None if soonest is None else max(0.0, soonest - time.monotonic())
-            ready = wait([self.trainer, *by_connection], timeout)
-            for connection in ready:
-                if connection is not self.trainer:
-                    self._answered(by_connection[connection])  # type: ignore[index]
+            readable = ready([child.outbox for child in everyone], timeout, self.trainer)
+            for connection in readable - {self.trainer}:
+                self._answered(by_connection[connection])
             for child in everyone:
                 if child.deadline is not None and child.deadline <= time.monotonic():
                     self._lost(child, Failure(f"timed out after {child.limit:g} s", timed_out=True))
             try:
                 for _ in range(_MESSAGES_AT_ONCE):
-                    if self.trainer not in ready or not self.trainer.poll():
+                    if self.trainer not in readable or not self.trainer.poll():
                         break
                     self._do(*self.trainer.recv())
             except EOFError:
@@ -101,16 +106,12 @@ class _Server:
             if child is None:  # it died before it was asked anything
                 self.trainer.send((number, Failure("its process died"), 0.0))
                 return
-            child.ask(limit)
-            with contextlib.suppress(ConnectionError):  # if it has died, its end of the pipe says so
-                child.connection.send(text)
+            child.ask(text, limit)
         elif child is not None:
             del self.children[number]
             child.ended = True
-            child.ask(_CLOSE_LIMIT)
             self.leaving.append(child)
-            with contextlib.suppress(ConnectionError):
-                child.connection.send(None)
+            child.ask(None, _CLOSE_LIMIT)
 
     def _fork(self, number: int, problem: bytes) -> _Child:
         ours, theirs = Pipe()
@@ -124,7 +125,7 @@ class _Server:
             finally:
                 os._exit(0)
         theirs.close()
-        return _Child(number, pid, ours)
+        return _Child(number, pid, Outbox(ours))
 
     def _answered(self, child: _Child) -> None:
         try:

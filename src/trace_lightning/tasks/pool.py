@@ -6,17 +6,16 @@ expression that has run away. The other calls go on, and a new worker takes the 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 
 from trace_lightning.tasks.base import Failure, RewardFn, Sample
 from trace_lightning.tasks.calls import Outcome, is_async
+from trace_lightning.tasks.outbox import Outbox, ready
 from trace_lightning.tasks.process import WorkerProcess, packed
 
 START_LIMIT = 300.0  # seconds for a worker to import and prepare the rewards; some load a model
@@ -39,6 +38,9 @@ class _Worker(WorkerProcess):
     asynchronous: bool = False
     deadline: float | None = None  # to get ready; None once it is
     calls: dict[int, float] = field(default_factory=dict)  # call in flight -> when it is over time
+
+    def __post_init__(self) -> None:
+        self.outbox = Outbox(self.connection)
 
     @property
     def room(self) -> int:
@@ -131,14 +133,13 @@ class RewardPool:
         where = f"the problem of row {call.first_row} cannot be sent to a reward worker"
         job = _packed((number, call.reward, call.samples, call.first_row, limit), where)
         worker.calls[number] = time.monotonic() + limit + _GRACE * worker.asynchronous
-        with contextlib.suppress(ConnectionError):  # if it died meanwhile, `_read` sees that on the same connection
-            worker.connection.send_bytes(job)
+        worker.outbox.put(job)  # if it died meanwhile, `_read` sees that on the same connection
 
     def _collect(self, calls: Sequence[Call], done: dict[int, list[Outcome]], waiting: dict[int, deque[int]]) -> None:
         """Take what is ready, or wait for it; bury the dead and stop who is over time."""
         soonest = min(worker.next_deadline for worker in self._workers)
         patience = min(_CHECK_SECONDS, max(0.0, soonest - time.monotonic()))
-        readable = wait([worker.connection for worker in self._workers], patience)
+        readable = ready([worker.outbox for worker in self._workers], patience)
         for worker in list(self._workers):
             if worker.connection in readable:
                 self._read(worker, calls, done)
