@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ Program = Path | Callable[[], None]  # a script, or the main function of an entr
 def _child(program: Program, arguments: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
     os.chdir(folder)
     sys.argv = [str(program), *arguments]
     if isinstance(program, Path):

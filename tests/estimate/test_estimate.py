@@ -198,8 +198,8 @@ class TestAgainstTheEngine:
         plan = make_plan("tiny", recipe, prompts=2, samples=2, prompt_length=12, new_tokens=4, page_size=16)
         engine = run_engine(plan)
         engine.generate(prompts_of(plan), SamplingParams(max_new_tokens=4), num_samples=2)
-        assert engine._kv.nbytes == pool_bytes(plan)
-        assert engine._kv.nbytes == kv_bytes(plan.shape, plan.recipe) * (4 + 2) * (12 + 4 + 16)
+        assert engine._workspace.kv.nbytes == pool_bytes(plan)
+        assert engine._workspace.kv.nbytes == kv_bytes(plan.shape, plan.recipe) * (4 + 2) * (12 + 4 + 16)
 
     @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
     @pytest.mark.parametrize("tied", [True, False])
