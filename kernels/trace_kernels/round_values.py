@@ -20,7 +20,7 @@ What was left out: codes as a result. Nobody keeps them: the audit of a few rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -47,6 +47,7 @@ class Guide:
         per_token: whether `outer` is [R].
         full: `codes` holds whole codes.
         scale_bits: `scale` holds bits.
+        syndrome: `codes` holds syndromes of the parity bits, to be decoded first (`syndrome_decode.py`).
     """
 
     row: Tensor
@@ -56,13 +57,14 @@ class Guide:
     per_token: bool
     full: bool = False
     scale_bits: bool = False
+    syndrome: bool = False
 
     def followed(self, tokens: Tensor) -> Guide:
         """Of the tokens at int64 `tokens` alone, all of which follow a row; tables gathered to them."""
         rows = self.row[tokens]
         outer = self.outer[rows] if self.outer is not None and self.per_token else self.outer
         row = torch.arange(len(rows), device=rows.device)
-        return Guide(row, self.scale[rows], self.codes[rows], outer, self.per_token, self.full, self.scale_bits)
+        return replace(self, row=row, scale=self.scale[rows], codes=self.codes[rows], outer=outer)
 
 
 def guided_codes(x: Tensor, guide: Guide, fmt: BlockFormat) -> Quantized:

@@ -1,0 +1,80 @@
+"""Syndromes of parity bits, and the bits again: kernels against torch, and the cheapest flips against all there are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics import assert_bit_equal
+from trace_kernels import NVFP4, pack_bits, unpack_bits
+from trace_kernels.syndrome_decode import (
+    cheapest_flips,
+    cheapest_flips_reference,
+    cheapest_flips_triton,
+)
+from trace_kernels.syndromes import encode, encode_reference, encode_triton, num_checks, syndrome_bytes
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def bits_of(flips: Tensor, width: int) -> Tensor:
+    return ((flips.unsqueeze(-1) >> torch.arange(3, dtype=torch.uint8, device=flips.device)) & 1).flatten(1)[:, :width]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [16, 48, 192, 4112])
+def test_encoding(width: int, device: str) -> None:
+    bits = pack_bits(torch.randint(0, 2, (5, width), dtype=torch.uint8, device=device))
+    wide = torch.cat((torch.zeros_like(bits), bits), 1)[:, bits.shape[1] :]  # columns of a wider matrix
+    assert_bit_equal(encode_triton(wide, width), encode_reference(bits, width))
+    assert encode(bits, width).shape == (5, syndrome_bytes(width))
+    assert num_checks(width) == -(-width // 3) + 6
+
+
+def test_a_check_adds_up_twelve_bits() -> None:
+    """A single bit is in the checks of its column and in no other; rows that differ have sums that differ likewise."""
+    single = torch.eye(48, dtype=torch.uint8)
+    checks = unpack_bits(encode_reference(pack_bits(single), 48), num_checks(48))
+    assert checks[21].nonzero().squeeze(-1).tolist() == [7, 9, 12, 13]  # period 7, 101 = bits 0, 2, 5, 6
+    assert checks.sum(1).tolist() == [4, 3, 5] * 16
+    assert checks[:, 10].sum() == 12
+
+
+@pytest.mark.parametrize("width", [9, 11])
+def test_the_cheapest_flips_of_all(width: int) -> None:
+    """Against all 2**width sets of flips."""
+    cost = torch.rand(64, width)
+    sent = torch.randint(0, 2, (64, width), dtype=torch.uint8)
+    target = encode_reference(pack_bits(sent), width)
+    found = bits_of(cheapest_flips_reference(cost, target), width)
+    assert_bit_equal(encode_reference(pack_bits(found), width), target)
+    every = torch.tensor(list(itertools.product((0, 1), repeat=width)), dtype=torch.uint8)
+    same = (encode_reference(pack_bits(every), width)[None] == target[:, None]).all(-1)
+    costs = torch.where(same, cost @ every.float().T, torch.inf)
+    assert torch.allclose((cost * found).sum(1), costs.amin(1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [16, 64, 208])
+def test_kernel_equals_reference(width: int, device: str) -> None:
+    cost = torch.rand(19, width, device=device)
+    target = encode(pack_bits((torch.rand(19, width, device=device) < 0.05).to(torch.uint8)), width)
+    assert_bit_equal(cheapest_flips_triton(cost, target), cheapest_flips_reference(cost, target))
+    assert_bit_equal(cheapest_flips(cost, target), cheapest_flips_reference(cost, target))
+
+
+def test_three_flips_are_always_found() -> None:
+    """Wherever they are, at equal costs; so many can be told apart from all others, since the least distance is 7."""
+    start = torch.randint(0, 48, (512,))
+    sent = torch.zeros(512, 48, dtype=torch.uint8)
+    for _ in range(3):
+        sent[torch.arange(512), (start + torch.randint(0, 16, (512,))).clamp(max=47)] = 1
+    target = encode_reference(pack_bits(sent), 48)
+    assert_bit_equal(bits_of(cheapest_flips_reference(torch.ones(512, 48), target), 48), sent)
+    words = torch.tensor(list(itertools.product((0, 1), repeat=18)), dtype=torch.uint8)
+    weights = words[(encode_reference(pack_bits(words), 18) == 0).all(1)].sum(1)
+    assert int(weights[weights > 0].min()) >= 7
+    assert NVFP4().block_size % 16 == 0  # rows are whole bytes of bits
