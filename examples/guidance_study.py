@@ -76,6 +76,7 @@ def arms_of(formats: dict[str, Any], num_layers: int) -> list[Arm]:
         Arm("full", full),
         Arm("parity", parity),
         Arm("parity_scales", replace(parity, scales="parity")),
+        Arm("syndrome", replace(parity, mode="syndrome", scales="parity")),
         Arm("last_half", replace(parity, layers="last_half")),
         Arm("full_last_half", replace(full, layers="last_half")),
         Arm("last_three_quarters", replace(parity, layers=f"last:{max(1, num_layers - num_layers // 4)}")),

@@ -237,7 +237,7 @@ def test_another_order_of_channels_is_another_rounding_of_the_same_function():
     torch.testing.assert_close(spread.next_logprobs(plain, text), before, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["full", "parity"])
+@pytest.mark.parametrize("mode", ["full", "parity", "syndrome"])
 def test_a_restricted_record_is_what_the_engine_would_have_written(mode):
     """One rollout stands for all arms of the study only if its record holds those of all others, byte by byte."""
     agreement = load("support/agreement.py")

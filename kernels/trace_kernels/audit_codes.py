@@ -29,6 +29,7 @@ from trace_kernels.round_values import (
     block_offsets,
     guided_codes,
     guided_scale,
+    outer_scales,
     pick_code,
     place_blocks,
 )
@@ -103,21 +104,6 @@ def _row_amax(X, numel: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _outer_scales(OUTER, head, inside_G, stride, amax, LIMIT: tl.constexpr, PER_HEAD: tl.constexpr):
-    """Outer scales FP32 [G] of the record (OUTER at the token's row unless PER_HEAD), and the trainer's own."""
-    outer_G = tl.full(head.shape, 1.0, tl.float32)
-    own_G = outer_G
-    if OUTER is not None:
-        if PER_HEAD:
-            outer_G = tl.load(OUTER + head * stride, mask=inside_G, other=1.0)
-            own_G = outer_G
-        else:
-            outer_G = outer_G * tl.load(OUTER)
-            own_G = fp4.outer_from_amax(outer_G * 0.0 + amax, LIMIT)
-    return outer_G, own_G
-
-
-@triton.jit
 def _load_codes(PACKED, g, inside_G, B: tl.constexpr):
     """Codes int32 [G, B / 8, 8] of packed blocks `g`."""
     p, h = tl.arange(0, B // 8)[None, :, None], tl.arange(0, 4)[None, None, :]
@@ -137,6 +123,17 @@ def _own_codes(x, amax_bits_G, outer_G, D: tl.constexpr, B: tl.constexpr, G: tl.
         codes, byte = fp4.quantize_mxfp4(x_RGB)
         scale = fp4.e8m0_scale_value(byte)
     return tl.reshape(codes, (G, B // 8, 8)), tl.reshape(scale, (G,))
+
+
+@triton.jit
+def _store_counts(OUT, elements, before, before_one, after, after_one):
+    """The first five numbers, and that this is one token."""
+    tl.store(OUT, elements)
+    tl.store(OUT + 1, before * 1.0)
+    tl.store(OUT + 2, before_one * 1.0)
+    tl.store(OUT + 3, after * 1.0)
+    tl.store(OUT + 4, after_one * 1.0)
+    tl.store(OUT + 5, 1.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["SCALE", "CODES", "OUTER", "AUDIT"])
@@ -186,9 +183,10 @@ def audit_codes_kernel(
         at = block_offsets(g, head, first, D, B)[:, None, None] + lane
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         amax_bits_G = tl.max(tl.max(fp4.abs_bits(x), 2), 1)
-        outer_G, own_outer_G = _outer_scales(
-            OUTER, head, inside_G, stride_outer, amax, 1536.0 if FOUR else 2688.0, OUTER_PER_HEAD
-        )
+        outer_G = outer_scales(OUTER, head, inside_G, stride_outer, OUTER_PER_HEAD)
+        own_outer_G = outer_G
+        if OUTER is not None and not OUTER_PER_HEAD:
+            own_outer_G = fp4.outer_from_amax(outer_G * 0.0 + amax, 1536.0 if FOUR else 2688.0)
         own, own_scale_G = _own_codes(x, amax_bits_G, own_outer_G, D, B, G, FOUR)
         scale_G = guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, BITS)
         z = x * tl.math.div_rn(tl.math.div_rn(tl.full((G,), 1.0, tl.float32), outer_G), scale_G)[:, None, None]
@@ -207,12 +205,7 @@ def audit_codes_kernel(
         gap_after += _squares((fp4.e2m1_value(used) * factor) * unit - target, inside)
         rollout += _squares(target, inside)
     OUT += a * 10
-    tl.store(OUT, BLOCKS * B * 1.0)
-    tl.store(OUT + 1, before * 1.0)
-    tl.store(OUT + 2, before_one * 1.0)
-    tl.store(OUT + 3, after * 1.0)
-    tl.store(OUT + 4, after_one * 1.0)
-    tl.store(OUT + 5, 1.0)
+    _store_counts(OUT, BLOCKS * B * 1.0, before, before_one, after, after_one)
     tl.store(OUT + 6, gap_before)
     tl.store(OUT + 7, gap_nearest)
     tl.store(OUT + 8, gap_after)

@@ -151,6 +151,17 @@ def _nearest(
 
 
 @triton.jit
+def outer_scales(OUTER, head, inside_G, stride, PER_HEAD: tl.constexpr):
+    """FP32 outer scales [G] of the record; OUTER is at the token's row unless PER_HEAD, or None."""
+    outer_G = tl.full(head.shape, 1.0, tl.float32)
+    if OUTER is not None and PER_HEAD:
+        outer_G = tl.load(OUTER + head * stride, mask=inside_G, other=1.0)
+    elif OUTER is not None:
+        outer_G = outer_G * tl.load(OUTER)
+    return outer_G
+
+
+@triton.jit
 def guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
     """FP32 block scales [G]: those recorded, or of the two next to the own ideal one that with the recorded bit."""
     n: tl.constexpr = (D + B - 1) // B
@@ -213,12 +224,7 @@ def _guided(
         inside = inside_G[:, None, None] & (first[:, None, None] + lane < D)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         amax_bits_G = tl.max(tl.max(fp4.abs_bits(x), 2), 1)
-        outer_G = tl.full((G,), 1.0, tl.float32)
-        if OUTER is not None:
-            if OUTER_PER_HEAD:
-                outer_G = tl.load(OUTER + head * outer_stride, mask=inside_G, other=1.0)
-            else:
-                outer_G = tl.zeros((G,), tl.float32) + tl.load(OUTER)
+        outer_G = outer_scales(OUTER, head, inside_G, outer_stride, OUTER_PER_HEAD)
         scale_G = guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, BITS)
         inverse_G = tl.math.div_rn(tl.full((G,), 1.0, tl.float32), outer_G)
         z = x * tl.math.div_rn(inverse_G, scale_G)[:, None, None]

@@ -22,16 +22,19 @@ What was left out: shortcuts where all checks agree. Most rows have a flip somew
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trace_kernels import fp4
 from trace_kernels.formats import E2M1_VALUES, e2m1_bracket, pack_bits, unpack_bits
-from trace_kernels.quantize import BlockFormat, _E2M1Format
-from trace_kernels.round_values import Guide
+from trace_kernels.quantize import BlockFormat, _E2M1Format, get_format
+from trace_kernels.round_values import TILE, Guide, block_offsets, guided_scale, outer_scales, place_blocks
 from trace_kernels.syndromes import COLUMNS, MEMORY, encode
 
 STATES = 1 << MEMORY
@@ -48,18 +51,120 @@ def _columns_of(flips: int) -> int:
     return total
 
 
-def own_bits(x: Tensor, guide: Guide, fmt: _E2M1Format) -> tuple[Tensor, Tensor]:
-    """Own parity bits 0/1 uint8 [N, H Dp] and costs FP32 of as many flips, under N guided rows as `followed` makes."""
-    outer = None if guide.outer is None else guide.outer.unsqueeze(-1)
-    scale = guide.scale
-    if guide.scale_bits:
-        scale = fmt.scale_from_parity(x, outer, unpack_bits(scale, -(-x.shape[-1] // fmt.block_size)))
-    z = fmt.normalize(x, scale, outer)
+def own_bits_reference(
+    x: Tensor,
+    row: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    fmt: str,
+    per_token: bool,
+    scale_bits: bool,
+) -> tuple[Tensor, Tensor]:
+    """`own_bits` in torch; a guide is its fields."""
+    block_format = get_format(fmt)
+    assert isinstance(block_format, _E2M1Format)
+    scale = scale[row]
+    wide = None if outer is None else (outer[row] if per_token else outer).unsqueeze(-1)
+    if scale_bits:
+        scale = block_format.scale_from_parity(x, wide, unpack_bits(scale, -(-x.shape[-1] // block_format.block_size)))
+    z = block_format.normalize(x, scale, wide)
     near, grid = e2m1_bracket(z), torch.tensor(E2M1_VALUES, device=z.device)
     beyond = z.abs() - ((grid[1:] + grid[:-1]) / 2)[near.long()]
-    weight = (fmt.decode_scale(scale) * (1.0 if outer is None else outer)).sqrt().unsqueeze(-1)
+    weight = (block_format.decode_scale(scale) * (1.0 if wide is None else wide)).sqrt().unsqueeze(-1)
     cost = torch.nan_to_num(beyond.abs() * weight, nan=0.0, posinf=0.0)
-    return ((near & 1) ^ (beyond > 0)).to(torch.uint8).flatten(1), cost.flatten(1)
+    return pack_bits(((near & 1) ^ (beyond > 0)).flatten(1)), cost.flatten(1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["SCALE", "OUTER"])
+def _own_bits_kernel(
+    X,
+    ROW,
+    SCALE,
+    OUTER,
+    BITS,
+    COST,
+    stride_scale,
+    stride_outer,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
+    OUTER_PER_HEAD: tl.constexpr,
+):
+    """Grid (tokens). Elements as [G, B / 8, 8]."""
+    BLOCKS: tl.constexpr = HEADS * ((D + B - 1) // B)
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(ROW + token)
+    X += token * (HEADS * D)
+    SCALE += row * stride_scale
+    if OUTER is not None and not OUTER_PER_HEAD:
+        OUTER += row * stride_outer
+    for start in range(0, BLOCKS, G):
+        g, head, first = place_blocks(start, D, B, G)
+        inside_G = g < BLOCKS
+        whole = inside_G[:, None, None]
+        p = tl.arange(0, B // 8)
+        lane = p[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        inside = whole & (first[:, None, None] + lane < D)
+        x = tl.load(X + block_offsets(g, head, first, D, B)[:, None, None] + lane, mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        amax_bits_G = tl.max(tl.max(fp4.abs_bits(x), 2), 1)
+        outer_G = outer_scales(OUTER, head, inside_G, stride_outer, OUTER_PER_HEAD)
+        scale_G = guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, SCALE_BITS)
+        inverse_G = tl.math.div_rn(tl.full((G,), 1.0, tl.float32), outer_G)
+        z = x * tl.math.div_rn(inverse_G, scale_G)[:, None, None]
+        near = fp4.e2m1_bracket(z)
+        beyond = tl.abs(z) - (fp4.e2m1_value(near) + fp4.e2m1_value(near + 1)) * 0.5
+        cost = tl.abs(beyond) * tl.sqrt_rn(scale_G * outer_G)[:, None, None]
+        cost = tl.where(fp4.abs_bits(cost) < 0x7F800000, cost, 0.0)
+        bit = (near & 1) ^ (beyond > 0).to(tl.int32)
+        packed = tl.sum(bit << tl.arange(0, 8)[None, None, :], 2)
+        at_bits = BITS + token * (BLOCKS * (B // 8)) + g[:, None] * (B // 8) + p[None, :]
+        tl.store(at_bits, packed.to(tl.uint8), mask=inside_G[:, None])
+        tl.store(COST + token * (BLOCKS * B) + g[:, None, None] * B + lane, cost, mask=whole)
+
+
+def own_bits_triton(
+    x: Tensor,
+    row: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    fmt: str,
+    per_token: bool,
+    scale_bits: bool,
+) -> tuple[Tensor, Tensor]:
+    """Triton twin of `own_bits_reference`."""
+    x = x.contiguous()
+    assert scale[:1].is_contiguous(), "dense within a row"
+    heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
+    block_size = 16 if fmt == "nvfp4" else 32
+    blocks = heads * triton.cdiv(width, block_size)
+    bits = torch.empty(len(x), blocks * block_size // 8, dtype=torch.uint8, device=x.device)
+    cost = torch.empty(len(x), blocks * block_size, dtype=torch.float32, device=x.device)
+    if len(x):
+        _own_bits_kernel[(len(x),)](
+            *(x, row, scale, outer, bits, cost, scale.stride(0), 0 if outer is None else outer.stride(0)),
+            D=width,
+            HEADS=heads,
+            B=block_size,
+            G=min(triton.next_power_of_2(blocks), TILE // block_size),
+            SCALE_BITS=scale_bits,
+            OUTER_PER_HEAD=not per_token,
+            enable_fp_fusion=False,
+        )
+    return bits, cost
+
+
+_OWN = torch.library.custom_op("trace_kernels::own_bits", own_bits_reference, mutates_args=(), device_types="cpu")
+_OWN.register_kernel("cuda")(own_bits_triton)
+
+
+@_OWN.register_fake
+def _(x: Tensor, row: Tensor, scale: Tensor, outer: Any, fmt: str, *_: Any) -> tuple[Tensor, Tensor]:
+    block_size = 16 if fmt == "nvfp4" else 32
+    width = math.prod(x.shape[1:-1]) * -(-x.shape[-1] // block_size) * block_size
+    return x.new_empty(len(x), width // 8, dtype=torch.uint8), x.new_empty(len(x), width, dtype=torch.float32)
 
 
 def cheapest_flips_reference(cost: Tensor, target: Tensor) -> Tensor:
@@ -92,9 +197,9 @@ def cheapest_flips_reference(cost: Tensor, target: Tensor) -> Tensor:
     at = (t[:, periods:] << torch.arange(MEMORY, device=cost.device)).sum(1)
     flips = torch.empty(rows, periods, dtype=torch.uint8, device=cost.device)
     for p in reversed(range(periods)):
-        k = decisions[p].gather(1, at.unsqueeze(1)).squeeze(1).long()
-        flips[:, p] = torch.stack(sets)[k, at].to(torch.uint8)
-        at = ((2 * at + t[:, p]) ^ torch.stack(jumps)[k, at]) & (STATES - 1)
+        way = decisions[p].gather(1, at.unsqueeze(1)).squeeze(1).long()
+        flips[:, p] = torch.stack(sets)[way, at].to(torch.uint8)
+        at = ((2 * at + t[:, p]) ^ torch.stack(jumps)[way, at]) & (STATES - 1)
     return flips
 
 
@@ -216,23 +321,57 @@ def cheapest_flips(cost: Tensor, target: Tensor) -> Tensor:
     return _FLIPS(cost, target)
 
 
+@triton.jit
+def _flip_bits_kernel(BITS, FLIPS, P: tl.constexpr, BYTES: tl.constexpr, T: tl.constexpr):
+    """Grid (rows, tiles of T bytes). BITS are flipped in place; entry p of FLIPS is for elements 3p to 3p + 2."""
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * T + tl.arange(0, T)
+    element = b[:, None] * 8 + tl.arange(0, 8)[None, :]
+    sets = tl.load(FLIPS + row * P + element // 3, mask=(b < BYTES)[:, None], other=0).to(tl.int32)
+    packed = tl.sum(((sets >> (element % 3)) & 1) << tl.arange(0, 8)[None, :], 1)
+    bits = tl.load(BITS + row * BYTES + b, mask=b < BYTES, other=0).to(tl.int32)
+    tl.store(BITS + row * BYTES + b, (bits ^ packed).to(tl.uint8), mask=b < BYTES)
+
+
+def flip_bits_reference(bits: Tensor, flips: Tensor) -> None:
+    """`flip_bits_` in torch."""
+    single = (flips.unsqueeze(-1) >> torch.arange(3, dtype=torch.uint8, device=flips.device)) & 1
+    bits ^= pack_bits(single.flatten(1)[:, : 8 * bits.shape[1]])
+
+
+def flip_bits_triton(bits: Tensor, flips: Tensor) -> None:
+    """Triton twin of `flip_bits_reference`."""
+    if len(bits):
+        tile = min(triton.next_power_of_2(bits.shape[1]), 128)
+        grid = (len(bits), triton.cdiv(bits.shape[1], tile))
+        _flip_bits_kernel[grid](bits, flips, P=flips.shape[1], BYTES=bits.shape[1], T=tile)
+
+
+_FLIP_BITS = torch.library.custom_op(
+    "trace_kernels::flip_bits_", flip_bits_reference, mutates_args=("bits",), device_types="cpu"
+)
+_FLIP_BITS.register_kernel("cuda")(flip_bits_triton)
+_FLIP_BITS.register_fake(lambda bits, flips: None)
+
+
 def decode_guide(x: Tensor, guide: Guide, fmt: BlockFormat) -> Guide:
-    """The guide of one bit per element that a guide of syndromes stands for, one row per guided token of `x`.
+    """The guide of one bit per element that a guide of syndromes stands for: a row for each token of `x`.
+
+    Nothing waits for the device. Tokens that follow no row are decoded as if they followed the first, and still follow
+    none.
 
     Args:
         x: [N, (H,) D], the trainer's input at a site.
         guide: `codes` holds the syndromes uint8 [R, `syndrome_bytes(H Dp)`] of rows over all heads.
         fmt: NVFP4 or MXFP4.
     """
-    assert isinstance(fmt, _E2M1Format)
-    tokens = (guide.row >= 0).nonzero().squeeze(-1)
-    x, followed = x[tokens], guide.followed(tokens)
-    own, cost = own_bits(x, followed, fmt)
-    packed, width = pack_bits(own), own.shape[1]
-    flips = cheapest_flips(cost, encode(packed, width) ^ followed.codes)
-    flipped = ((flips.unsqueeze(-1) >> torch.arange(3, dtype=torch.uint8, device=x.device)) & 1).flatten(1)[:, :width]
-    bits = packed ^ pack_bits(flipped)
-    row = torch.full_like(guide.row, -1)
-    row[tokens] = torch.arange(len(tokens), device=x.device)
-    heads = x.shape[1:-1]
-    return replace(followed, row=row, codes=bits.view(len(tokens), *heads, -1), syndrome=False)
+    if not len(guide.codes) or not len(x):
+        return replace(guide, codes=guide.codes.new_zeros(0, 1), syndrome=False)
+    row = guide.row.clamp(min=0)
+    bits, cost = _OWN(x, row, guide.scale, guide.outer, fmt.name, guide.per_token, guide.scale_bits)
+    target = encode(bits, cost.shape[1]) ^ guide.codes[row]
+    _FLIP_BITS(bits, cheapest_flips(cost, target))
+    place = torch.where(guide.row < 0, guide.row, torch.arange(len(row), device=row.device))
+    outer = guide.outer[row] if guide.outer is not None and guide.per_token else guide.outer
+    codes = bits.view(len(x), *x.shape[1:-1], -1)
+    return replace(guide, row=place, scale=guide.scale[row], codes=codes, outer=outer, syndrome=False)

@@ -26,13 +26,15 @@ class GuidanceConfig:
     """What the rollout records of its rounding so that the trainer can follow it (TRACE, arXiv 2610.07767).
 
     Args:
-        mode: `none`; `parity`, one bit per element; `full`, whole codes.
+        mode: `none`; `parity`, one bit per element; `syndrome`, a third of a bit: parity checks of those bits, from
+            which the trainer finds them again (`trace_kernels.syndromes`); `full`, whole codes. A syndrome holds while
+            trainer and rollout have the same weights, and takes the trainer longer; its fallback are the bits.
         scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
         layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
         sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
             k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights.
-        fallback: record every FP4 site from the next rollout on, once the trainer finds that more than 1 % of the
-            audited codes differ (several optimizer steps per rollout do that to the default sites).
+        fallback: record bits of every FP4 site from the next rollout on, once the trainer finds that more than 1 %
+            of the audited codes differ (several optimizer steps per rollout do that to the default sites).
         store: where the record waits for the trainer: `device` or `host`.
         budget_gb: GB that the record of one rollout may take; null: what is free there. A rollout that could need more
             is refused before it begins.
@@ -40,7 +42,7 @@ class GuidanceConfig:
             measured and not assumed. 0 turns the measurement off, and with it the warning and `fallback`.
     """
 
-    mode: Literal["none", "full", "parity"] = "none"
+    mode: Literal["none", "full", "parity", "syndrome"] = "none"
     scales: Literal["whole", "parity"] = "whole"
     layers: str = "all"
     sites: list[str] | None = None
@@ -48,6 +50,11 @@ class GuidanceConfig:
     store: Literal["device", "host"] = "device"
     budget_gb: float | None = None
     audit_sequences: int = 4
+
+    @property
+    def bits(self) -> GuidanceConfig:
+        """With one bit per element in place of syndromes: what holds under other weights as well."""
+        return dataclasses.replace(self, mode="parity") if self.mode == "syndrome" else self
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"all|last_half|last:[1-9]\d*", self.layers):

@@ -4,10 +4,41 @@ from __future__ import annotations
 
 from compile_gate import Case
 
-from trace_kernels.syndrome_decode import EVEN, ODD, ROWS, _columns_of, _flips_kernel
+from trace_kernels.syndrome_decode import (
+    EVEN,
+    ODD,
+    ROWS,
+    _columns_of,
+    _flip_bits_kernel,
+    _flips_kernel,
+    _own_bits_kernel,
+)
 from trace_kernels.syndromes import TILE, WINDOW, _encode_kernel, syndrome_bytes
 
+OWN = {
+    **{"X": "*bf16", "ROW": "*i64", "SCALE": "*u8", "OUTER": "*fp32", "BITS": "*u8", "COST": "*fp32"},
+    **{"stride_scale": "i32", "stride_outer": "i32"},
+}
+
 CASES = [
+    Case(
+        name="syndrome-own-bits",
+        kernel=_own_bits_kernel,
+        signature=OWN,
+        constexprs={"D": 2048, "HEADS": 1, "B": 16, "G": 128, "SCALE_BITS": False, "OUTER_PER_HEAD": False},
+    ),
+    Case(
+        name="syndrome-own-bits-kv",
+        kernel=_own_bits_kernel,
+        signature=OWN,
+        constexprs={"D": 128, "HEADS": 8, "B": 16, "G": 64, "SCALE_BITS": True, "OUTER_PER_HEAD": True},
+    ),
+    Case(
+        name="syndrome-flip-bits",
+        kernel=_flip_bits_kernel,
+        signature={"BITS": "*u8", "FLIPS": "*u8"},
+        constexprs={"P": 683, "BYTES": 256, "T": 128},
+    ),
     Case(
         name="syndrome-encode",
         kernel=_encode_kernel,

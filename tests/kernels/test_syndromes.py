@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from guides import given, inputs, recorded
 from numerics import assert_bit_equal
-from trace_kernels import NVFP4, pack_bits, unpack_bits
+from trace_kernels import NVFP4, get_format, pack_bits, unpack_bits
+from trace_kernels.round_values import round_values
 from trace_kernels.syndrome_decode import (
     cheapest_flips,
     cheapest_flips_reference,
     cheapest_flips_triton,
+    decode_guide,
+    flip_bits_reference,
+    flip_bits_triton,
+    own_bits_reference,
+    own_bits_triton,
 )
 from trace_kernels.syndromes import encode, encode_reference, encode_triton, num_checks, syndrome_bytes
 
@@ -78,3 +87,52 @@ def test_three_flips_are_always_found() -> None:
     weights = words[(encode_reference(pack_bits(words), 18) == 0).all(1)].sum(1)
     assert int(weights[weights > 0].min()) >= 7
     assert NVFP4().block_size % 16 == 0  # rows are whole bytes of bits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale_bits", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("shape", [(5, 33), (4, 4128), (4, 2, 80)])
+def test_own_bits(shape: tuple[int, ...], name: str, scale_bits: bool, device: str) -> None:
+    """Bits of nearest rounding on the record's scales, and what it costs to flip them."""
+    fmt: Any = get_format(name)
+    rollout, outer = inputs(shape, device), given(shape, fmt, device)
+    row = torch.arange(shape[0], device=device).flip(0)
+    guide = recorded(rollout, fmt, outer, full=False, bits=scale_bits, row=row)
+    x = rollout[row] * (1 + 0.1 * torch.randn(shape, device=device))
+    arguments = x, row, guide.scale, guide.outer, name, guide.per_token, scale_bits
+    bits, cost = own_bits_triton(*arguments)
+    expected_bits, expected_cost = own_bits_reference(*arguments)
+    assert_bit_equal(bits, expected_bits)
+    assert_bit_equal(cost, expected_cost)
+    assert expected_cost.max() > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale_bits", [False, True])
+@pytest.mark.parametrize("shape", [(32, 192), (32, 3, 64)])
+def test_a_trainer_recovers_the_bits(shape: tuple[int, ...], scale_bits: bool, device: str) -> None:
+    """Noise of 1 % flips codes under nearest rounding, and none here; one token follows no row."""
+    fmt = NVFP4()
+    rollout = torch.randn(shape, device=device)
+    outer = None if len(shape) == 2 else torch.full((shape[1], 1), 2.0**-8, device=device)
+    row = torch.tensor([-1, *range(31)], device=device)
+    guide = recorded(rollout, fmt, outer, full=False, bits=scale_bits, row=row)
+    syndromes = encode(guide.codes.flatten(1), 192)
+    x = rollout[row] * (1 + 0.01 * torch.randn(shape, device=device))
+    decoded = decode_guide(x, replace(guide, codes=syndromes, syndrome=True), fmt)
+    assert_bit_equal(decoded.codes[1:], guide.codes[row[1:]])
+    assert_bit_equal(round_values(x, fmt, outer, guide=decoded), round_values(x, fmt, outer, guide=guide))
+    nearest, _ = own_bits_reference(x, row.clamp(min=0), guide.scale, guide.outer, "nvfp4", outer is None, scale_bits)
+    assert (nearest[1:].view(guide.codes[1:].shape) != guide.codes[row[1:]]).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_flipping(device: str) -> None:
+    bits = torch.randint(0, 256, (3, 26), dtype=torch.uint8, device=device)
+    flips = torch.randint(0, 8, (3, 70), dtype=torch.uint8, device=device)  # 208 elements and two beyond
+    found, expected = bits.clone(), bits.clone()
+    flip_bits_triton(found, flips)
+    flip_bits_reference(expected, flips)
+    assert_bit_equal(found, expected)
+    assert (found != bits).any()

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from numerics import assert_bit_equal
 from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, perturbed, rollout_logprobs, sampling
-from trace_kernels import MXFP4, NVFP4, Quantized, get_format, unpack_bits, unpack_codes
+from trace_kernels import MXFP4, NVFP4, Quantized, get_format, pack_bits, unpack_bits, unpack_codes
 from trace_kernels import formats as F4
 from trace_kernels.round_values import Guide, guided_codes
+from trace_kernels.syndromes import encode
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
 from trace_lightning.quantization.record_budget import check_budget
@@ -45,7 +46,7 @@ def record_of(
 
 
 class TestRecord:
-    @pytest.mark.parametrize("mode", ["parity", "full"])
+    @pytest.mark.parametrize("mode", ["parity", "full", "syndrome"])
     @pytest.mark.parametrize("scales", ["whole", "parity"])
     @pytest.mark.parametrize("fmt", [NVFP4(), MXFP4()])
     def test_rows_hold_what_was_added(self, fmt: Any, scales: Any, mode: Any) -> None:
@@ -56,6 +57,8 @@ class TestRecord:
         codes, scale = (torch.cat([getattr(q, name) for q in passes]) for name in ("codes", "scale"))
         if mode == "full":
             assert_bit_equal(unpack_codes(table.codes), codes)
+        elif mode == "syndrome":
+            assert_bit_equal(table.codes, encode(pack_bits(codes & 1), codes.shape[1]))
         else:
             assert_bit_equal(unpack_bits(table.codes, codes.shape[1]), codes & 1)
         if scales == "whole":
@@ -100,6 +103,8 @@ class TestRecord:
             # K and V: 2 heads of 32, whose outer scales come from the weights and cost nothing.
             ({"sites": ["k", "v"], "mode": "parity"}, 2 * 2 * 2 * (4 + 2)),
             ({"sites": None, "mode": "parity"}, 2 * (16 + 28 + 16)),
+            # 64 bits have 22 + 6 checks; those of K and V go over both heads.
+            ({"sites": ["attn_in", "k"], "mode": "syndrome", "scales": "parity"}, 2 * ((4 + 1 + 4) + (4 + 2))),
         ],
     )
     @pytest.mark.parametrize("lengths", [(5, 17, 31), (2,)])  # two rows must not be taken for two heads
@@ -356,7 +361,7 @@ class TestOnATrajectory:
         if mode == "full":
             assert measuring.worse == 0
 
-    @pytest.mark.parametrize("mode", ["full", "parity"])
+    @pytest.mark.parametrize("mode", ["full", "parity", "syndrome"])
     @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
     def test_it_brings_codes_and_logprobs_closer(self, fmt: str, mode: str) -> None:
         policy, scorer, rolled = self.rolled_out(fmt, mode)
@@ -368,8 +373,9 @@ class TestOnATrajectory:
         assert guided < nearest / 3
         assert mismatch["after"] < mismatch["before"]
 
-    def test_same_weights_mean_no_mismatch(self) -> None:
-        policy, scorer, _ = self.rolled_out("nvfp4", "parity")
+    @pytest.mark.parametrize("mode", ["parity", "syndrome"])
+    def test_same_weights_mean_no_mismatch(self, mode: str) -> None:
+        policy, scorer, _ = self.rolled_out("nvfp4", mode)
         rounding = GuidedRounding(scorer.guidance())
         scorer.logprobs(policy, 0.8, rounding)
         assert rounding.rows.mismatch.compute()["after"] == 0

@@ -256,8 +256,10 @@ class TestMemory:
         sync(engine, model, 1)
         assert greedy(engine) == first
 
-    def test_guidance_widens_while_the_snapshot_is_released(self) -> None:
-        recipe = QuantRecipe(activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity"))
+    @pytest.mark.parametrize("mode", ["parity", "syndrome"])
+    def test_guidance_widens_while_the_snapshot_is_released(self, mode: Any) -> None:
+        """To all sites, and from syndromes to bits."""
+        recipe = QuantRecipe(activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode=mode))
         model = make_policy("qwen3", recipe)
         engine = make_engine(model, recipe, keep_snapshot=False)
         engine.generate(PROMPTS, sampling(), record_guidance=True)
@@ -267,6 +269,8 @@ class TestMemory:
         record = engine.generate(PROMPTS, sampling(), record_guidance=True).guidance
         assert record is not None
         assert {site for _, site in record.tables} == set(SITES)
+        assert record.config.mode == "parity"
+        assert not engine.widen_guidance()
 
     def test_a_cache_bounded_by_memory_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Far more is wanted than fits: small changes of what is free move neither the cache nor its graphs."""

@@ -279,7 +279,9 @@ class Rollout(Callback):
         """The recorded sites do not hold the trainer to the rollout's codes: have all of them recorded from now on."""
         if self.engine.widen_guidance():
             self._widened = True
-            log.warning("guidance falls back to every FP4 site, from the next rollout on (recipe.guidance.fallback)")
+            log.warning(
+                "guidance falls back to bits of every FP4 site, from the next rollout on (recipe.guidance.fallback)"
+            )
 
     def _enter(self, phase: str) -> None:
         if self._ahead.is_behind:

@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model.path", dest="path", help="a checkpoint instead of a shape; its config.json is read")
     parser.add_argument("--config", type=Path, help="take model, recipe, batch and settings from a config of `fit`")
     parser.add_argument("--recipe", nargs="+", metavar="R", help=f"of {', '.join(FORMATS)} (default w4a16kv4)")
-    parser.add_argument("--guidance", choices=["none", "parity", "full"], help="default parity, where A or KV are FP4")
+    parser.add_argument(
+        "--guidance", choices=["none", "syndrome", "parity", "full"], help="default parity, where A or KV are FP4"
+    )
     parser.add_argument("--store", choices=["device", "host"], help="where the guidance record is kept")
     parser.add_argument("--card", help=f"{', '.join(CARDS)} (default h200)")
     for name in _CARD:

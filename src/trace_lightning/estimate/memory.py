@@ -23,7 +23,7 @@ import torch
 from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
 from trace_lightning.estimate.adapters import base_bytes, largest_linear, rollout_adapter_bytes
 from trace_lightning.estimate.plan import Plan
-from trace_lightning.quantization.record_layout import RowLayout
+from trace_lightning.quantization.record_layout import RowLayout, written
 from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.recipe import FP4
 
@@ -161,7 +161,7 @@ def fit(plan: Plan, new_tokens: int) -> int:
 def record_row_bytes(plan: Plan) -> int:
     """Bytes of guidance per fed token, by the recorder's own layout; 0 without guidance."""
     sites = plan.guided_sites
-    return GuidanceRecorder(plan.recipe.guidance, sites, torch.device("cpu")).row_bytes if sites else 0
+    return GuidanceRecorder(plan.guidance, sites, torch.device("cpu")).row_bytes if sites else 0
 
 
 def record_tokens(plan: Plan, new_tokens: int) -> int:
@@ -200,7 +200,7 @@ def _snapshot_items(plan: Plan, kept: tuple[str, ...]) -> Iterator[Item]:
 
 
 def _record_items(plan: Plan, rows: int, kept: tuple[str, ...]) -> Iterator[Item]:
-    config, sites = plan.recipe.guidance, plan.guided_sites
+    config, sites = plan.guidance, plan.guided_sites
     if not sites:
         return
     audited = config.audit_sequences * plan.longest * RowLayout.of_codes(sites).row_bytes
@@ -209,7 +209,7 @@ def _record_items(plan: Plan, rows: int, kept: tuple[str, ...]) -> Iterator[Item
     yield Item("guidance record", side, total * (1 + plan.max_version_diff), () if side == "host" else PHASES)
     fed = {key: site for key, site in sites.items() if site.heads is None}
     if fed:  # the ring of a window of decode steps and the step itself, see `StepRecorder`
-        row = RowLayout.of_record(fed, mode=config.mode, scales="whole").row_bytes
+        row = RowLayout.of_record(fed, mode=written(config.mode), scales="whole").row_bytes
         row += RowLayout.of_codes(fed).row_bytes if config.audit_sequences and config.mode != "full" else 0
         yield Item("guidance, window of steps", "rollout", rows * row * (plan.decode_window + 1), kept)
 

@@ -11,7 +11,7 @@ from trace_lightning.estimate.cards import Card
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.record_layout import SiteShape
-from trace_lightning.recipe import FP4, SITES, QuantRecipe
+from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
 REFERENCES = ("none", "bf16", "fp8")
@@ -129,6 +129,16 @@ class Plan:
         return adapter_params(self.shape, self.lora_rank) if self.lora_rank else self.shape.params
 
     @property
+    def _begins_wide(self) -> bool:
+        """Whether the engine records bits of every FP4 site from the start: it draws under other weights."""
+        return bool(self.max_version_diff and self.recipe.guidance.fallback)
+
+    @property
+    def guidance(self) -> GuidanceConfig:
+        """What is recorded."""
+        return self.recipe.guidance.bits if self._begins_wide else self.recipe.guidance
+
+    @property
     def guided_sites(self) -> dict[Key, SiteShape]:
         """What the record covers: the pairs that `LocalEngine` finds in a model of this shape."""
         shape, recipe, layers = self.shape, self.recipe, self.shape.layers
@@ -136,7 +146,7 @@ class Plan:
         widths = {"attn_in": shape.hidden, "o_in": attended, "mlp_in": shape.hidden, "down_in": shape.intermediate}
         covered = set(recipe.guided_layers(layers)) & set(recipe.quantized_layers(layers))
         sites = recipe.guided_sites
-        if self.max_version_diff and recipe.guidance.fallback and sites:  # the engine begins with the wide ones
+        if self._begins_wide and sites:
             covered = set(recipe.quantized_layers(layers))
             sites = tuple(site for site in SITES if recipe.site_format(site) in FP4)
         found: dict[Key, SiteShape] = {}

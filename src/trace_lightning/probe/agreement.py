@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_kernels import BlockFormat, pack_bits, parity_bits
 from trace_kernels.round_values import Guide, round_values
+from trace_kernels.syndromes import encode
 from trace_lightning.metrics import DivergenceMetrics
 from trace_lightning.metrics.positions import position_sums
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, MismatchCounts
@@ -178,7 +179,9 @@ def restrict(record: GuidanceRecord, wanted: GuidanceConfig) -> GuidanceRecord:
     for (layer, site), table in record.tables.items():
         if layer in layers and site in recipe.guided_sites:
             scale = pack_bits(table.scale & 1) if wanted.scales == "parity" else table.scale
-            codes = parity_bits(table.codes) if wanted.mode == "parity" else table.codes
+            codes = table.codes if wanted.mode == "full" else parity_bits(table.codes)
+            if wanted.mode == "syndrome":
+                codes = encode(codes.flatten(1), 8 * codes[0].numel())
             tables[layer, site] = replace(table, scale=scale, codes=codes)
     return replace(record, config=wanted, tables=tables)
 

@@ -8,7 +8,8 @@ consumed in order.
     table of one (layer, site), R rows:
       outer   FP32  [R]            one per token; for k and v: [H], one per KV head, the same for all rows
       scale   uint8 [R, (H,) n]    whole block scales; or, with scales=parity, ceil(n / 8) packed bits
-      codes   uint8 [R, (H,) m]    mode parity: ceil(Kp / 8) packed parity bits; mode full: Kp / 2 packed codes
+      codes   uint8 [R, (H,) m]    mode parity: ceil(Kp / 8) packed parity bits; mode full: Kp / 2 packed codes;
+                                   mode syndrome: [R, m], parity checks of the bits of all heads
       audit   uint8 [A, (H,) Kp/2] full codes of A audited rows, so that the mismatch can be measured
 
 How it is written, by kernels and into one matrix of bytes of which these tables are columns: recorder.py.
@@ -168,6 +169,7 @@ class GuidanceRows:
             per_token=per_token,
             full=config.mode == "full",
             scale_bits=config.scales == "parity",
+            syndrome=config.mode == "syndrome",
         )
 
     def audited(self, layer: int, site: str) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@
 The fields are columns of one uint8 matrix, so whatever moves a record moves one tensor: the end of a decode step copies
 a matrix, a window of steps is stored by one copy, and `GuidanceRecord` is views of it.
 
-What was left out: compressing the fields any further; parity bits of well-scaled blocks are close to random.
+Kernels write whole scales, and parity bits or whole codes; what else is kept of them is made when rows are stored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trace_kernels import BlockFormat
+from trace_kernels.syndromes import syndrome_bytes
 from trace_lightning.quantization.guidance import Key
 
 
@@ -41,6 +42,17 @@ class SiteShape:
         """Shape of a field of `size` bytes per head, without the rows."""
         return (size,) if self.heads is None else (self.heads, size)
 
+    def codes(self, mode: str) -> tuple[int, ...]:
+        """Shape of what is kept of the codes of a row: packed, their parity bits, or over all heads a syndrome."""
+        if mode == "syndrome":
+            return (syndrome_bytes((self.heads or 1) * self.padded),)
+        return self.trailing(self.padded // (2 if mode == "full" else 8))
+
+
+def written(mode: str) -> str:
+    """The mode in which kernels write rows that are kept as `mode`."""
+    return "full" if mode == "full" else "parity"
+
 
 class RowLayout:
     """Byte offsets of the fields of a row; `view` cuts one field out of a matrix of rows."""
@@ -57,13 +69,12 @@ class RowLayout:
 
     @classmethod
     def of_record(cls, sites: dict[Key, SiteShape], *, mode: str, scales: str) -> RowLayout:
-        """Scales (whole or packed parity), codes (packed, or packed parity) and outer scales of activations."""
+        """Scales (whole or packed parity), codes (see `SiteShape.codes`) and outer scales of activations."""
         fields: list[tuple[Key, str, tuple[int, ...], torch.dtype]] = []
         for key, site in sites.items():
             scale = -(-site.num_blocks // 8) if scales == "parity" else site.num_blocks
-            codes = site.padded // 2 if mode == "full" else site.padded // 8
             fields.append((key, "scale", site.trailing(scale), torch.uint8))
-            fields.append((key, "codes", site.trailing(codes), torch.uint8))
+            fields.append((key, "codes", site.codes(mode), torch.uint8))
             if site.heads is None and site.fmt.has_outer:
                 fields.append((key, "outer", (), torch.float32))
         return cls(fields)

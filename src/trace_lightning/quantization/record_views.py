@@ -15,7 +15,7 @@ from torch import Tensor
 from trace_kernels import Quantized, pack_bits, pack_codes
 from trace_kernels.rows import RowRecord
 from trace_lightning.quantization.guidance import Key
-from trace_lightning.quantization.record_layout import RowLayout, SiteShape
+from trace_lightning.quantization.record_layout import RowLayout, SiteShape, written
 from trace_lightning.recipe import GuidanceConfig
 
 
@@ -74,8 +74,9 @@ class StepRecorder(SiteViews):
     def __init__(
         self, sites: dict[Key, SiteShape], config: GuidanceConfig, *, rows: int, window: int, device: torch.device
     ) -> None:
-        layout = RowLayout.of_record(sites, mode=config.mode, scales="whole")
-        super().__init__(sites, config.mode, layout, RowLayout.of_codes(sites), layout.empty(rows, device), None)
+        mode = written(config.mode)
+        layout = RowLayout.of_record(sites, mode=mode, scales="whole")
+        super().__init__(sites, mode, layout, RowLayout.of_codes(sites), layout.empty(rows, device), None)
         self.ring = self.data.new_empty(window, *self.data.shape)
         self.code_ring: Tensor | None = None
         if config.audit_sequences and config.mode != "full":

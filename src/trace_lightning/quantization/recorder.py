@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trace_kernels import pack_bits, parity_bits
+from trace_kernels.syndromes import encode
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, SiteTable
-from trace_lightning.quantization.record_layout import RowLayout, SiteShape
+from trace_lightning.quantization.record_layout import RowLayout, SiteShape, written
 from trace_lightning.quantization.record_views import SiteViews, StepRecorder
 from trace_lightning.recipe import GuidanceConfig
 
@@ -94,8 +95,8 @@ class GuidanceRecorder:
         self.kv_sites = {key: site for key, site in sites.items() if site.heads is not None}
         self._layout = RowLayout.of_record(self.sites, mode=config.mode, scales=config.scales)
         self._kv_layout = RowLayout.of_record(self.kv_sites, mode=config.mode, scales=config.scales)
-        # Kernels write whole scale bytes; their parity is taken when the rows are stored.
-        self._whole = RowLayout.of_record(self.sites, mode=config.mode, scales="whole")
+        # Kernels write whole scale bytes and parity bits; scales' parity and syndromes are taken when rows are stored.
+        self._whole = RowLayout.of_record(self.sites, mode=written(config.mode), scales="whole")
         self._codes, self._kv_codes = RowLayout.of_codes(self.sites), RowLayout.of_codes(self.kv_sites)
         self._reset()
 
@@ -145,7 +146,7 @@ class GuidanceRecorder:
         if len(self._picked) and self.config.mode != "full":  # type: ignore[arg-type]
             codes = self._codes.empty(len(rows), device)
         data = self._whole.empty(len(rows), device)
-        self._current = SiteViews(self.sites, self.config.mode, self._whole, self._codes, data, codes)
+        self._current = SiteViews(self.sites, written(self.config.mode), self._whole, self._codes, data, codes)
         return rows, self._current
 
     def end(self) -> None:
@@ -168,8 +169,8 @@ class GuidanceRecorder:
         if len(picked):
             index = picked.to(data.device)
             self._audits.append(self._codes_of(data[index]) if codes is None else codes[index])
-        if self.config.scales == "parity":
-            data = self._with_scale_parity(data)
+        if self.config.scales == "parity" or self.config.mode == "syndrome":
+            data = self._shortened(data)
         self._data.append(data)
 
     def _codes_of(self, data: Tensor) -> Tensor:
@@ -180,18 +181,27 @@ class GuidanceRecorder:
             target.view(codes, key, "codes").copy_(self._whole.view(data, key, "codes"))  # type: ignore[union-attr, arg-type]
         return codes
 
-    def _with_scale_parity(self, data: Tensor) -> Tensor:
-        whole = self._whole
-        packed = self._layout.empty(len(data), data.device)
-        for key in self.sites:
-            scale = whole.view(data, key, "scale")
+    def _shortened(self, data: Tensor) -> Tensor:
+        """Rows as kernels wrote them, as they are kept."""
+        kept = self._layout.empty(len(data), data.device)
+        for key, site in self.sites.items():
+            scale, codes, outer = (self._whole.view(data, key, name) for name in ("scale", "codes", "outer"))
             assert scale is not None
-            self._layout.view(packed, key, "scale").copy_(pack_bits(scale & 1))  # type: ignore[union-attr]
-            for name in ("codes", "outer"):
-                source, target = whole.view(data, key, name), self._layout.view(packed, key, name)
-                if target is not None and source is not None:
-                    target.copy_(source)
-        return packed
+            assert codes is not None
+            self._layout.view(kept, key, "scale").copy_(self._kept_scale(scale))  # type: ignore[union-attr]
+            self._layout.view(kept, key, "codes").copy_(self._kept_codes(codes, site))  # type: ignore[union-attr]
+            if outer is not None:
+                self._layout.view(kept, key, "outer").copy_(outer)  # type: ignore[union-attr]
+        return kept
+
+    def _kept_scale(self, scale: Tensor) -> Tensor:
+        return pack_bits(scale & 1) if self.config.scales == "parity" else scale
+
+    def _kept_codes(self, codes: Tensor, site: SiteShape) -> Tensor:
+        """Of whole codes or parity bits, as they were written."""
+        if self.config.mode != "syndrome":
+            return codes
+        return encode(codes.flatten(1), (site.heads or 1) * site.padded)
 
     def add_kv(self, rows: Tensor, read: Callable[[Key], PackedKV], device: torch.device) -> None:
         """Store what the pages hold for the tokens `rows`; `read` gives what they hold of one k or v."""
@@ -202,10 +212,10 @@ class GuidanceRecorder:
         audited = audits.empty(len(picked), device)
         for key in self.kv_sites:
             kv = read(key)
-            scale = pack_bits(kv.scale & 1) if self.config.scales == "parity" else kv.scale
-            written = kv.codes if self.config.mode == "full" else parity_bits(kv.codes)
-            self._kv_layout.view(data, key, "scale").copy_(scale)  # type: ignore[union-attr]
-            self._kv_layout.view(data, key, "codes").copy_(written)  # type: ignore[union-attr]
+            codes = kv.codes if self.config.mode == "full" else parity_bits(kv.codes)
+            kept = self._kept_codes(codes, self.kv_sites[key])
+            self._kv_layout.view(data, key, "scale").copy_(self._kept_scale(kv.scale))  # type: ignore[union-attr]
+            self._kv_layout.view(data, key, "codes").copy_(kept)  # type: ignore[union-attr]
             self._kv_outer[key] = None if kv.outer is None else kv.outer.reshape(-1).clone()
             if len(picked):
                 audits.view(audited, key, "codes").copy_(kv.codes[picked.to(device)])  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ from torch import Tensor
 from trace_kernels import BlockFormat, Quantized, straight_through
 from trace_kernels.audit_codes import audit_codes
 from trace_kernels.round_values import Guide, round_values
+from trace_kernels.syndrome_decode import decode_guide
 from trace_lightning.quantization.guidance import GuidanceRows
 from trace_lightning.quantization.record_views import SiteViews
 
@@ -71,6 +72,8 @@ class GuidedRounding(Rounding):
 
     def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
         guide = self.rows.guide(layer, site)
+        if guide is not None and guide.syndrome:
+            guide = decode_guide(x, guide, fmt)
         if guide is not None:
             self.audit(layer, site, x, fmt, guide)
         return self.guided_values(x, fmt, outer, guide)

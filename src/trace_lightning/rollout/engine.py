@@ -145,7 +145,7 @@ class LocalEngine(RolloutEngine):
         self._workspace.setup(self.device, dtype, self._stopping.vocab_size)
         self._build()
         self._wide_sites = self._fp4_sites(policy)
-        self._sites = self._guided_sites(policy)
+        self._sites, self._guidance = self._guided_sites(policy), self.recipe.guidance
 
     def _build(self) -> None:
         self._decoder = (FusedDecoder if self._fused else HFDecoder)(self._policy, self.recipe, self.dtype)
@@ -182,10 +182,10 @@ class LocalEngine(RolloutEngine):
         return {key: shape for key, shape in found.items() if shape.fmt.guidable}
 
     def widen_guidance(self) -> bool:
-        wide = self._wide_sites
-        if not self._sites or wide.keys() == self._sites.keys():
+        wide, bits = self._wide_sites, self._guidance.bits
+        if not self._sites or (wide.keys() == self._sites.keys() and bits == self._guidance):
             return False
-        self._sites = {key: wide[key] for key in sorted(wide)}
+        self._sites, self._guidance = {key: wide[key] for key in sorted(wide)}, bits
         self._workspace.forget_steps()
         return True
 
@@ -304,7 +304,7 @@ class LocalEngine(RolloutEngine):
         """Who records this call, if anything is guided."""
         if not self._sites:
             return None
-        memory, config = self._workspace, self.recipe.guidance
+        memory, config = self._workspace, self._guidance
         assert memory.kv is not None
         store = torch.device("cpu") if config.store == "host" else self.device
         recorder = GuidanceRecorder(config, self._sites, store, self._expected_rows)
