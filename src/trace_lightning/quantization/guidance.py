@@ -120,9 +120,7 @@ class GuidanceRows:
 
     record: GuidanceRecord
     row: Tensor  # int64 [N], of the tables as `guide` returns them; -1: padding and unrecorded tokens, nearest rounding
-    gathered: (
-        Tensor | None
-    )  # int64 [G] on the host, rows of the record that move; None where the record is on the device
+    gathered: Tensor | None  # int64 [G], rows of a record on the host that move; None where it is on the device
     audit_tokens: Tensor  # int64 [A], flat positions: each audited row once, for a group shares its prompt
     audit_entries: Tensor  # int64 [A], their audit entries
     mismatch: MismatchCounts = field(default_factory=MismatchCounts)
