@@ -164,8 +164,8 @@ CODES = {
 class SyndromeRounding(GuidedRounding):
     """Recovers the parity bits from their syndrome, then rounds by them as any guided trainer.
 
-    Its record has the bits themselves, and of those nothing but the syndrome is used: here rates are tried, of which the
-    engine writes one (`guidance.mode=syndrome`).
+    Its record has the bits themselves, and of those nothing but the syndrome is used. Rates are tried here; the engine
+    writes one of them (`guidance.mode=syndrome`).
     """
 
     code: SyndromeCode = CODES["one_in_4"]

@@ -69,6 +69,12 @@ class TestRecord:
             assert table.outer is not None
             assert_bit_equal(table.outer, torch.cat([q.outer for q in passes]).squeeze(-1))
 
+    @pytest.mark.parametrize("word", [{"mode": "syndromes"}, {"scales": "bits"}, {"store": "cpu"}], ids=str)
+    def test_unknown_words_are_named(self, word: Any) -> None:
+        """A config file's are refused by its types; in Python they would have been taken for a default."""
+        with pytest.raises(ValueError, match=rf"guidance\.{next(iter(word))}=.*choose one of"):
+            GuidanceConfig(**word)
+
     def test_audited_rows_keep_full_codes(self) -> None:
         passes = [NVFP4().quantize(torch.randn(n, 32)) for n in (3, 2)]
         record = record_of(GuidanceConfig(mode="parity"), passes, [[True, False, True], [False, True]])
