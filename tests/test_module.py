@@ -186,7 +186,7 @@ def test_guidance_that_stops_to_work_is_said_once(caplog):
 def test_syndromes_that_do_not_hold_are_told_to_be_bits(caplog):
     """All sites may be guided already: then other sites are no way out."""
     make(recipe=QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="syndrome")))._watch_guidance(0.5)
-    assert "every site by its bits (recipe.guidance.mode=parity)" in caplog.text
+    assert "every site (recipe.guidance.mode=parity, recipe.guidance.sites=[" in caplog.text
 
 
 @pytest.mark.parametrize("fallback", [True, False])
