@@ -166,7 +166,7 @@ def under_drift(arm: Arm) -> bool:
 
 
 def would_take(arm: Arm, batch: RolloutBatch) -> dict[str, float]:
-    """What a record of syndromes would take; the engine writes none yet."""
+    """What a record of these syndromes would take; of all rates the engine writes one (arm `syndrome`)."""
     if not issubclass(arm.rounding, SyndromeRounding):
         return {}
     assert batch.guidance is not None

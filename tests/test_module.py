@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 
 from trace_lightning.callbacks import Rollout
 from trace_lightning.data import PromptDataModule
@@ -180,6 +181,12 @@ def test_guidance_that_stops_to_work_is_said_once(caplog):
     said = [record for record in caplog.records if "guidance does not hold" in record.getMessage()]
     assert len(said) == 1
     assert "first of 4 optimizer steps" in said[0].getMessage()
+
+
+def test_syndromes_that_do_not_hold_are_told_to_be_bits(caplog):
+    """All sites may be guided already: then other sites are no way out."""
+    make(recipe=QuantRecipe(**W4A4KV4, guidance=GuidanceConfig(mode="syndrome")))._watch_guidance(0.5)
+    assert "every site (recipe.guidance.mode=parity, recipe.guidance.sites=[" in caplog.text
 
 
 @pytest.mark.parametrize("fallback", [True, False])
@@ -456,6 +463,18 @@ def test_a_decay_ends_with_the_run():
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0
     with pytest.raises(ValueError, match=r"trainer\.max_steps, which is not set"):
         fit(make(lr_decay="linear"), steps=-1, max_epochs=1)
+
+
+def test_evaluation_needs_no_end_of_a_decay():
+    make(lr_decay="linear").trainer = trainer_of(TrainerFn.VALIDATING)
+    with pytest.raises(ValueError, match=r"trainer\.max_steps, which is not set"):
+        make(lr_decay="linear").trainer = trainer_of(TrainerFn.FITTING)
+
+
+def trainer_of(fn):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=-1)
+    trainer.state.fn = fn
+    return trainer
 
 
 class Seen(GRPO):

@@ -25,8 +25,8 @@ convolutional code. The cheapest flips are found exactly by Viterbi's algorithm 
     element 2   5 = 0b0101                 x     x
     element 3   9, one check later            x        x
 
-What was left out: packing syndromes into bytes (their number is counted), escapes for blocks that the rollout sees
-to be ambiguous, and checks that span tokens.
+What was left out: packing syndromes into bytes (their number is counted; `trace_kernels.syndromes` packs one rate),
+escapes for blocks that the rollout sees to be ambiguous, and checks that span tokens.
 """
 
 import functools
@@ -164,7 +164,8 @@ CODES = {
 class SyndromeRounding(GuidedRounding):
     """Recovers the parity bits from their syndrome, then rounds by them as any guided trainer.
 
-    Its record has the bits themselves, as the engine writes them today; of those nothing but the syndrome is used.
+    Its record has the bits themselves, and of those nothing but the syndrome is used. Rates are tried here; the engine
+    writes one of them (`guidance.mode=syndrome`).
     """
 
     code: SyndromeCode = CODES["one_in_4"]

@@ -233,7 +233,7 @@ def _guided(
         tl.store(OUT + at, value.to(OUT.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["SCALE", "CODES", "OUTER"])
+@triton.jit(do_not_specialize_on_alignment=["OWN", "SCALE", "CODES", "OUTER"])
 def round_values_kernel(
     X,
     OUT,
@@ -296,7 +296,7 @@ def round_values_reference(
         assert scale is not None
         assert codes is not None
         guide = Guide(row, scale, codes, outer, per_token, full, scale_bits)
-    return round_in_torch(x, block_format, None if own is None else own.unsqueeze(-1), guide, dtype)
+    return round_in_torch(x, block_format, None if own is None else own.unsqueeze(-1), guide, dtype).contiguous()
 
 
 def round_values_triton(
@@ -345,7 +345,7 @@ _ROUND = torch.library.custom_op(
     "trace_kernels::round_values", round_values_reference, mutates_args=(), device_types="cpu"
 )
 _ROUND.register_kernel("cuda")(round_values_triton)
-_ROUND.register_fake(lambda x, *rest: torch.empty_like(x, dtype=rest[-1]))
+_ROUND.register_fake(lambda x, *rest: x.new_empty(x.shape, dtype=rest[-1]))
 
 
 def round_values(
@@ -361,7 +361,7 @@ def round_values(
     Args:
         x: [N, D], or [N, H, D] with one outer scale per head; any float dtype.
         fmt: the number format; guided only NVFP4 and MXFP4, and with `guide.scale_bits` not four-over-six.
-        outer: FP32 [H, 1] or [1, 1]; None computes one per row (or, without an outer scale, none).
+        outer: FP32 [H, 1] or [1, 1]; None computes one per row [N, D]. Heads of NVFP4 must have theirs.
         guide: the rollout's record.
         dtype: of the result; that of `x` by default. Values of FP4 are exact in BF16.
     """
@@ -370,6 +370,7 @@ def round_values(
         return round_rows(x, dtype=dtype, fmt=fmt)
     if type(fmt) not in (NVFP4, MXFP4):  # FP8 under given scales, and formats of users: in torch
         return round_in_torch(x, fmt, outer, guide, dtype)
+    assert x.dim() == 2 or outer is not None or not fmt.has_outer, "heads have outer scales of their own"
     name, four_over_six = format_words(fmt)
     own = outer.reshape(-1) if outer is not None and fmt.has_outer else None
     if guide is None:

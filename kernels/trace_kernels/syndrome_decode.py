@@ -72,7 +72,7 @@ def own_bits_reference(
     beyond = z.abs() - ((grid[1:] + grid[:-1]) / 2)[near.long()]
     weight = (block_format.decode_scale(scale) * (1.0 if wide is None else wide)).sqrt().unsqueeze(-1)
     cost = torch.nan_to_num(beyond.abs() * weight, nan=0.0, posinf=0.0)
-    return pack_bits(((near & 1) ^ (beyond > 0)).flatten(1)), cost.flatten(1)
+    return pack_bits(((near & 1) ^ (beyond > 0)).flatten(1)), cost.flatten(1).contiguous()
 
 
 @triton.jit(do_not_specialize_on_alignment=["SCALE", "OUTER"])
@@ -366,7 +366,8 @@ def decode_guide(x: Tensor, guide: Guide, fmt: BlockFormat) -> Guide:
         fmt: NVFP4 or MXFP4.
     """
     if not len(guide.codes) or not len(x):
-        return replace(guide, codes=guide.codes.new_zeros(0, 1), syndrome=False)
+        bytes_per_head = -(-x.shape[-1] // fmt.block_size) * fmt.block_size // 8
+        return replace(guide, codes=guide.codes.new_zeros(0, *x.shape[1:-1], bytes_per_head), syndrome=False)
     row = guide.row.clamp(min=0)
     bits, cost = _OWN(x, row, guide.scale, guide.outer, fmt.name, guide.per_token, guide.scale_bits)
     target = encode(bits, cost.shape[1]) ^ guide.codes[row]

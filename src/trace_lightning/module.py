@@ -413,13 +413,15 @@ class PolicyModule(pl.LightningModule):
             self._warned = True
             steps = self.num_iterations * self.num_minibatches
             why = f" After the first of {steps} optimizer steps the weights are no longer the rollout's." * (steps > 1)
+            bits = "recipe.guidance.mode=parity, " * (self.recipe.guidance.mode == "syndrome")
             log.warning(
                 "guidance does not hold: %.1f %% of the audited FP4 codes differ from the rollout's (healthy: below "
-                "%.0f %%).%s Guide every site (recipe.guidance.sites=[attn_in,o_in,mlp_in,down_in,k,v]), or take one "
+                "%.0f %%).%s Guide every site (%srecipe.guidance.sites=[attn_in,o_in,mlp_in,down_in,k,v]), or take one "
                 "optimizer step per rollout (model.num_iterations=1, model.num_minibatches=1).",
                 100 * mismatch,
                 100 * _HEALTHY_MISMATCH,
                 why,
+                bits,
             )
 
     def on_validation_epoch_start(self) -> None:

@@ -14,9 +14,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 FormatName = Literal["none", "nvfp4", "mxfp4", "fp8"]
+GuidanceMode = Literal["none", "full", "parity", "syndrome"]
+GuidanceScales = Literal["whole", "parity"]
+GuidanceStore = Literal["device", "host"]
 SITES = ("attn_in", "o_in", "mlp_in", "down_in", "k", "v")
 FP4 = ("nvfp4", "mxfp4")
 
@@ -42,12 +45,12 @@ class GuidanceConfig:
             measured and not assumed. 0 turns the measurement off, and with it the warning and `fallback`.
     """
 
-    mode: Literal["none", "full", "parity", "syndrome"] = "none"
-    scales: Literal["whole", "parity"] = "whole"
+    mode: GuidanceMode = "none"
+    scales: GuidanceScales = "whole"
     layers: str = "all"
     sites: list[str] | None = None
     fallback: bool = True
-    store: Literal["device", "host"] = "device"
+    store: GuidanceStore = "device"
     budget_gb: float | None = None
     audit_sequences: int = 4
 
@@ -57,6 +60,10 @@ class GuidanceConfig:
         return dataclasses.replace(self, mode="parity") if self.mode == "syndrome" else self
 
     def __post_init__(self) -> None:
+        choices = {"mode": GuidanceMode, "scales": GuidanceScales, "store": GuidanceStore}
+        for name, words in choices.items():
+            if getattr(self, name) not in get_args(words):
+                raise ValueError(f"guidance.{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(words))}")
         if not re.fullmatch(r"all|last_half|last:[1-9]\d*", self.layers):
             raise ValueError(f"guidance.layers={self.layers!r}: expected all, last_half or last:n with n >= 1")
         for site in self.sites or ():

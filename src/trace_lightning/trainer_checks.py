@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from trace_lightning.strategy import FSDP2Strategy
 
@@ -31,7 +32,7 @@ def check_trainer(trainer: pl.Trainer, *, adapters: bool, decays: bool) -> None:
             "trainer.accumulate_grad_batches is not used here: a rollout is cut by model.max_tokens_per_microbatch, "
             "and its size is data.batch_size x rollout.num_generations"
         )
-    if decays and trainer.max_steps <= 0:
+    if decays and trainer.max_steps <= 0 and trainer.state.fn == TrainerFn.FITTING:
         raise ValueError("model.lr_decay ends at trainer.max_steps, which is not set: set it, or model.lr_decay=none")
     _check_strategy(trainer, adapters=adapters)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from guides import given, inputs, recorded
 from numerics import assert_bit_equal
-from trace_kernels import NVFP4, get_format, pack_bits, unpack_bits
+from trace_kernels import NVFP4, get_format, pack_bits, syndrome_decode, unpack_bits
 from trace_kernels.round_values import round_values
 from trace_kernels.syndrome_decode import (
     cheapest_flips,
@@ -125,6 +125,46 @@ def test_a_trainer_recovers_the_bits(shape: tuple[int, ...], scale_bits: bool, d
     assert_bit_equal(round_values(x, fmt, outer, guide=decoded), round_values(x, fmt, outer, guide=guide))
     nearest, _ = own_bits_reference(x, row.clamp(min=0), guide.scale, guide.outer, "nvfp4", outer is None, scale_bits)
     assert (nearest[1:].view(guide.codes[1:].shape) != guide.codes[row[1:]]).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(3, 64), (3, 2, 32)])
+def test_nothing_to_follow(shape: tuple[int, ...], device: str) -> None:
+    """No tokens, or a record without rows: what tokens there are round to nearest."""
+    fmt, rollout = NVFP4(), torch.randn(shape, device=device)
+    outer = None if len(shape) == 2 else torch.full((2, 1), 2.0**-8, device=device)
+    guide = recorded(rollout, fmt, outer, full=False, bits=False, row=torch.arange(3, device=device))
+    guide = replace(guide, codes=encode(guide.codes.flatten(1), 64), syndrome=True)
+    decoded = decode_guide(rollout[:0], replace(guide, row=guide.row[:0]), fmt)
+    assert round_values(rollout[:0], fmt, outer, guide=decoded).shape == (0, *shape[1:])
+    own = guide.outer[:0] if guide.per_token and guide.outer is not None else guide.outer
+    none = replace(guide, row=-torch.ones_like(guide.row), scale=guide.scale[:0], codes=guide.codes[:0], outer=own)
+    found = round_values(rollout, fmt, outer, guide=decode_guide(rollout, none, fmt))
+    assert_bit_equal(found, fmt.dequantize(fmt.quantize(rollout, outer)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_flips_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose decisions do not fit the scratch memory at once; the last part has one row."""
+    cost = torch.rand(33, 64, device=device)
+    target = encode(pack_bits((torch.rand(33, 64, device=device) < 0.05).to(torch.uint8)), 64)
+    whole = cheapest_flips_triton(cost, target)
+    monkeypatch.setattr(syndrome_decode, "_SCRATCH_BYTES", 1)
+    assert_bit_equal(cheapest_flips_triton(cost, target), whole)
+    assert whole.any()
+
+
+def test_outputs_are_laid_out_as_compilers_are_told() -> None:
+    """Whatever the strides of the input."""
+    x = torch.randn(64, 4).T
+    guide = recorded(x, NVFP4(), None, full=False, bits=False, row=torch.arange(4))
+    tables = guide.row, guide.scale, guide.codes, guide.outer
+    checks = ("test_schema", "test_faketensor")
+    own = x, guide.row, guide.scale, guide.outer, "nvfp4", True, False
+    torch.library.opcheck(torch.ops.trace_kernels.own_bits.default, own, test_utils=checks)
+    values = (x, None, *tables, "nvfp4", False, True, False, False, torch.bfloat16)
+    torch.library.opcheck(torch.ops.trace_kernels.round_values.default, values, test_utils=checks)
+    assert round_values(x, NVFP4()).is_contiguous()
 
 
 @pytest.mark.parametrize("device", DEVICES)

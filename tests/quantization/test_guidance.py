@@ -15,7 +15,7 @@ from trace_kernels import formats as F4
 from trace_kernels.round_values import Guide, guided_codes
 from trace_kernels.syndromes import encode
 from trace_lightning.models.policy import final_hidden
-from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts
+from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts, SiteTable
 from trace_lightning.quantization.record_budget import check_budget
 from trace_lightning.quantization.record_layout import SiteShape
 from trace_lightning.quantization.recorder import GuidanceRecorder
@@ -68,6 +68,12 @@ class TestRecord:
         if fmt.has_outer:
             assert table.outer is not None
             assert_bit_equal(table.outer, torch.cat([q.outer for q in passes]).squeeze(-1))
+
+    @pytest.mark.parametrize("word", [{"mode": "syndromes"}, {"scales": "bits"}, {"store": "cpu"}], ids=str)
+    def test_unknown_words_are_named(self, word: Any) -> None:
+        """A config file's are refused by its types; in Python they would have been taken for a default."""
+        with pytest.raises(ValueError, match=rf"guidance\.{next(iter(word))}=.*choose one of"):
+            GuidanceConfig(**word)
 
     def test_audited_rows_keep_full_codes(self) -> None:
         passes = [NVFP4().quantize(torch.randn(n, 32)) for n in (3, 2)]
@@ -265,6 +271,21 @@ class TestGuidedValues:
         GuidedRounding(rows).values(0, "attn_in", x[[3, 0, 2, 2, 0, 3, 1, 0]], fmt)
         elements, _, _, after, *_ = rows.mismatch.sums[0, "attn_in"].tolist()
         assert (elements, after) == (3 * 32, 0)
+
+    @pytest.mark.parametrize("mode", ["parity", "syndrome"])
+    @pytest.mark.parametrize("store", ["device", "host"])
+    def test_nothing_waits_for_the_device(self, store: str, mode: Any) -> None:
+        """Tensors without data are the device: numbers, indices and copies that come from there raise."""
+        fmt, x, meta = NVFP4(), torch.randn(4, 32), torch.device("meta")
+        record = record_of(GuidanceConfig(mode=mode), [fmt.quantize(x)], [[True, True, False, True]])
+        if store == "device":
+            table = record.tables[0, "attn_in"]
+            record.tables[0, "attn_in"] = SiteTable(*(part.to(meta) for part in table.tensors()))
+        rows = GuidanceRows.from_rows(record, torch.tensor([[3, 0, -1], [0, 1, -1]]), meta)
+        assert (rows.gathered is None) == (store == "device")
+        values = GuidedRounding(rows).values(0, "attn_in", torch.empty(6, 32, device=meta), fmt)
+        assert values.shape == (6, 32)
+        assert rows.mismatch.sums[0, "attn_in"].shape == (10,)
 
     def test_mismatch_counts_add_up(self) -> None:
         counts, other = MismatchCounts(), MismatchCounts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,7 +177,7 @@ class TestGuidance:
         )
         return [row[mask] for row, mask in zip(values, micro.mask_BT, strict=True)], elements
 
-    @pytest.mark.parametrize(("mode", "scales"), [("parity", "whole"), ("full", "whole"), ("parity", "parity")])
+    @pytest.mark.parametrize(("mode", "scales"), [("parity", "whole"), ("full", "whole"), ("syndrome", "parity")])
     def test_joined_records_guide_as_each_did(self, mode: str, scales: str) -> None:
         policy, (first, second) = self.drawn(mode, scales)
         before = self.logprobs(policy, first, [2, 3])[0] + self.logprobs(policy, second, [0, 1])[0]
@@ -196,9 +197,14 @@ class TestGuidance:
         used = torch.cat([c.guidance_rows for c in kept]).unique()
         assert used.tolist() == list(range(joined.guidance.num_rows))
 
-    def test_versions_do_not_mix(self) -> None:
+    def test_versions_and_modes_do_not_mix(self) -> None:
         _, (first, second) = self.drawn("parity", "whole")
         assert second.guidance is not None
+        config = second.guidance.config
+        second.guidance.config = replace(config, mode="syndrome")
+        with pytest.raises(ValueError, match="different sites or modes"):
+            join_records([(first.guidance, first.completions), (second.guidance, second.completions)])  # type: ignore[list-item]
+        second.guidance.config = config
         second.guidance.policy_version = 9
         with pytest.raises(ValueError, match="policy versions 0 and 9"):
             join_records([(first.guidance, first.completions), (second.guidance, second.completions)])  # type: ignore[list-item]

@@ -122,7 +122,7 @@ class GuidanceRows:
     row: Tensor  # int64 [N], of the tables as `guide` returns them; -1: padding and unrecorded tokens, nearest rounding
     gathered: Tensor | None  # int64 [G], rows of a record on the host that move; None where it is on the device
     audit_tokens: Tensor  # int64 [A], flat positions: each audited row once, for a group shares its prompt
-    audit_entries: Tensor  # int64 [A], their audit entries
+    audit_entries: Tensor  # int64 [A], their audit entries; where the record is
     mismatch: MismatchCounts = field(default_factory=MismatchCounts)
 
     @classmethod
@@ -145,7 +145,8 @@ class GuidanceRows:
         gathered = None if on_device else row[guided]
         if gathered is not None:
             row = torch.full_like(row, -1).index_copy_(0, guided, torch.arange(len(guided)))
-        return cls(record, row.to(device), gathered, guided[audited].to(device), entries[audited].to(device))
+        entries = entries[audited].to(device) if on_device else entries[audited]
+        return cls(record, row.to(device), gathered, guided[audited].to(device), entries)
 
     def table(self, layer: int, site: str) -> SiteTable | None:
         return self.record.tables.get((layer, site))
@@ -176,7 +177,7 @@ class GuidanceRows:
         assert audit is not None
         if self.gathered is None:
             return audit, self.audit_entries
-        gathered = audit[self.audit_entries.to(audit.device)].to(self.row.device)
+        gathered = audit[self.audit_entries].to(self.row.device)
         return gathered, torch.arange(len(gathered), device=self.row.device)
 
     def _moved(self, table: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ def check_budget(config: GuidanceConfig, row_bytes: int, most_tokens: int, store
         raise ValueError(
             f"guidance takes {row_bytes:,} bytes per token, {needed / 1e9:.1f} GB if all {most_tokens:,} tokens of "
             f"this rollout are drawn; {source} is {budget / 1e9:.1f} GB. Set guidance.store=host, "
-            "guidance.scales=parity or guidance.mode=parity, name fewer guidance.sites, or draw fewer or shorter "
-            "completions."
+            "guidance.scales=parity, or guidance.mode=parity or syndrome, name fewer guidance.sites, or draw fewer or "
+            "shorter completions."
         )
 
 

@@ -24,14 +24,15 @@ def join_records(parts: Sequence[Part]) -> GuidanceRecord:
         parts: records of one policy version, each with the completions to keep of it.
 
     Raises:
-        ValueError: records of different policy versions or sites.
+        ValueError: records of different policy versions, sites or modes.
     """
     first = parts[0][0]
     for record, _ in parts:
-        if record.policy_version != first.policy_version or record.tables.keys() != first.tables.keys():
+        alike = record.tables.keys() == first.tables.keys() and record.config == first.config
+        if record.policy_version != first.policy_version or not alike:
             raise ValueError(
                 f"guidance records of policy versions {first.policy_version} and {record.policy_version}, or of "
-                "different sites, cannot be one batch"
+                "different sites or modes, cannot be one batch"
             )
     rows, entries, audits, num_rows, num_entries = [], [], [], 0, 0
     for record, completions in parts:
