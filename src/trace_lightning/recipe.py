@@ -73,6 +73,11 @@ class GuidanceConfig:
             raise ValueError(f"guidance.budget_gb={self.budget_gb} must be above 0, or null for what is free")
         if self.audit_sequences < 0:
             raise ValueError("guidance.audit_sequences must be >= 0")
+        if self.mode == "syndrome" and not self.audit_sequences:
+            raise ValueError(
+                "guidance.mode=syndrome is a search that can fail, which guidance.audit_sequences=0 would hide: set it "
+                "above 0, or guidance.mode=parity"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,10 @@ class TestRecord:
         with pytest.raises(ValueError, match=rf"guidance\.{next(iter(word))}=.*choose one of"):
             GuidanceConfig(**word)
 
+    def test_a_search_is_not_left_unwatched(self) -> None:
+        with pytest.raises(ValueError, match=r"audit_sequences=0 would hide"):
+            GuidanceConfig(mode="syndrome", audit_sequences=0)
+
     def test_audited_rows_keep_full_codes(self) -> None:
         passes = [NVFP4().quantize(torch.randn(n, 32)) for n in (3, 2)]
         record = record_of(GuidanceConfig(mode="parity"), passes, [[True, False, True], [False, True]])
