@@ -497,6 +497,13 @@ class TestCommand:
             )
         assert first["speedup"]["rollout"][0] > 0.8
 
+    def test_a_shorter_record(self, monkeypatch, capsys):
+        """A third of a bit and the parity of the scales; what it takes the trainer is told not to be counted."""
+        self.run(monkeypatch, "--shape", "qwen3-1.7b", "--guidance", "syndrome", "--scales", "parity")
+        printed = capsys.readouterr().out
+        assert "2,912" in printed
+        assert "search for the bits (guidance.mode=syndrome) is not counted" in " ".join(printed.split())
+
     def test_a_config_is_read_and_options_win(self):
         config = str(ROOT / "configs" / "grpo_fp4_qwen3_0.6b.yaml")
         (plain, plan), _ = plans(["--config", config, "--shape", "qwen3-0.6b", "--samples", "4"])

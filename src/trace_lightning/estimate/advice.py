@@ -88,6 +88,8 @@ def _about_speed(plain: Plan, plan: Plan) -> Iterator[str]:
         yield f"FP4 may gain little here ({low:.2f} to {high:.2f} x): {why}"
     if plan.recipe.activations in FP4:
         yield "FP4 activations make nothing faster: the engine multiplies in BF16. They cost guidance bytes"
+    if plan.guided_sites and plan.guidance.mode == "syndrome":
+        yield "the trainer's search for the bits (guidance.mode=syndrome) is not counted"
     if used and ratios["step"][1] < 1.25:
         yield "training takes most of the step: a faster rollout changes little"
     if plan.shape.hidden < _SMALLEST:

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--guidance", choices=["none", "syndrome", "parity", "full"], help="default parity, where A or KV are FP4"
     )
+    parser.add_argument("--scales", choices=["whole", "parity"], help="how block scales are recorded")
     parser.add_argument("--store", choices=["device", "host"], help="where the guidance record is kept")
     parser.add_argument("--card", help=f"{', '.join(CARDS)} (default h200)")
     for name in _CARD:
@@ -129,15 +130,15 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _recipes(names: list[str] | None, config: QuantRecipe | None, mode: Any, store: Any) -> list[QuantRecipe]:
+def _recipes(names: list[str] | None, config: QuantRecipe | None, asked: dict[str, Any]) -> list[QuantRecipe]:
     """The recipes to estimate, guided as asked; named ones by parity where they can be, if nothing was asked."""
+    mode = asked.pop("mode", None)
     found = [config] if names is None and config is not None else [find_format(name) for name in names or ["w4a16kv4"]]
     recipes = []
     for recipe in found:
         guidable = bool({recipe.activations, recipe.kv_cache} & set(FP4))
         chosen = mode or (recipe.guidance.mode if recipe is config else "parity" if guidable else "none")
-        guidance = dataclasses.replace(recipe.guidance, mode=chosen, store=store or recipe.guidance.store)
-        recipes.append(dataclasses.replace(recipe, guidance=guidance))
+        recipes.append(dataclasses.replace(recipe, guidance=dataclasses.replace(recipe.guidance, mode=chosen, **asked)))
     return recipes
 
 
@@ -152,9 +153,9 @@ def plans(arguments: list[str]) -> tuple[list[Plan], Path | None]:
 
 def _plans(given: dict[str, Any]) -> tuple[list[Plan], Path | None]:
     config = read_config(given.pop("config")) if "config" in given else {}
-    recipes = _recipes(
-        given.pop("recipe", None), config.pop("recipe", None), given.pop("guidance", None), given.pop("store", None)
-    )
+    options = {"guidance": "mode", "scales": "scales", "store": "store"}
+    asked = {name: given.pop(option) for option, name in options.items() if option in given}
+    recipes = _recipes(given.pop("recipe", None), config.pop("recipe", None), asked)
     card = find_card(given.pop("card", "h200"), *(given.pop(name, None) for name in _CARD))
     path, shape_name = given.pop("json", None), given.pop("shape", None)
     if shape_name is not None:
