@@ -45,25 +45,30 @@ def syndrome_bytes(width: int) -> int:
 
 
 @triton.jit
-def _encode_kernel(
-    BITS, OUT, stride_bits, stride_out, width: tl.constexpr, BYTES: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr
-):
-    """Grid (rows, tiles of T / 8 bytes). A check is the parity of 21 bits under a mask, read as four bytes."""
-    row = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1) * (T // 8) + tl.arange(0, T // 8)
+def checks_of(BITS, b, length, MASK: tl.constexpr):
+    """Bytes `b` (int32) of the syndrome of `length` bytes of bits. A check is the parity of 21 bits under a mask."""
     check = b[:, None] * 8 + tl.arange(0, 8)[None, :]
-    first = check * 3 - 18  # of the window
+    first = check * 3 - 18  # of the window, which is read as four bytes
     byte = (first + 24) // 8 - 3  # rounded down also below 0
-    word = tl.zeros((T // 8, 8), tl.int32)
+    word = check * 0
     for k in tl.static_range(4):
         at = byte + k
-        inside = (at >= 0) & (at < (width + 7) // 8)
-        word |= tl.load(BITS + row * stride_bits + at, mask=inside, other=0).to(tl.int32) << (8 * k)
+        word |= tl.load(BITS + at, mask=(at >= 0) & (at < length), other=0).to(tl.int32) << (8 * k)
     window = (word >> (first - byte * 8)) & MASK
     for k in tl.static_range(5):
         window ^= window >> (16 >> k)
-    packed = tl.sum((window & 1) << tl.arange(0, 8)[None, :], 1)
-    tl.store(OUT + row * stride_out + b, packed.to(tl.uint8), mask=b < BYTES)
+    return tl.sum((window & 1) << tl.arange(0, 8)[None, :], 1)
+
+
+@triton.jit
+def _encode_kernel(
+    BITS, OUT, stride_bits, stride_out, width: tl.constexpr, BYTES: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr
+):
+    """Grid (rows, tiles of T / 8 bytes)."""
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * (T // 8) + tl.arange(0, T // 8)
+    checks = checks_of(BITS + row * stride_bits, b, (width + 7) // 8, MASK)
+    tl.store(OUT + row * stride_out + b, checks.to(tl.uint8), mask=b < BYTES)
 
 
 def encode_reference(bits: Tensor, width: int) -> Tensor:

@@ -11,6 +11,7 @@ Kernels write whole scales, and parity bits or whole codes; what else is kept of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -87,6 +88,14 @@ class RowLayout:
     def empty(self, rows: int, device: torch.device) -> Tensor:
         """A matrix of rows; zeroed, for a row may belong to an empty seat that no kernel fills in."""
         return torch.zeros(rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+    def fields(self, key: Key) -> tuple[int, ...]:
+        """Where in a row the scale, the codes and the outer scale of a site begin, and their bytes; -1, 0 if absent."""
+        found: list[int] = []
+        for name in ("scale", "codes", "outer"):
+            begin, shape, dtype = self._fields.get((key, name), (-1, (0,), torch.uint8))
+            found += [begin, math.prod(shape) * dtype.itemsize]
+        return tuple(found)
 
     def view(self, data: Tensor, key: Key, name: str) -> Tensor | None:
         """One field of every row of `data` [..., row_bytes]; None if rows have no such field."""

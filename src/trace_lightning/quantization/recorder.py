@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trace_kernels import pack_bits, parity_bits
+from trace_kernels.record_rows import shorten_rows_
 from trace_kernels.syndromes import encode
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, SiteTable
 from trace_lightning.quantization.record_layout import RowLayout, SiteShape, written
@@ -97,6 +98,7 @@ class GuidanceRecorder:
         self._kv_layout = RowLayout.of_record(self.kv_sites, mode=config.mode, scales=config.scales)
         # Kernels write whole scale bytes and parity bits; scales' parity and syndromes are taken when rows are stored.
         self._whole = RowLayout.of_record(self.sites, mode=written(config.mode), scales="whole")
+        self._fields: Tensor | None = None  # of both layouts, as `shorten_rows_` takes them
         self._codes, self._kv_codes = RowLayout.of_codes(self.sites), RowLayout.of_codes(self.kv_sites)
         self._reset()
 
@@ -184,24 +186,14 @@ class GuidanceRecorder:
     def _shortened(self, data: Tensor) -> Tensor:
         """Rows as kernels wrote them, as they are kept."""
         kept = self._layout.empty(len(data), data.device)
-        for key, site in self.sites.items():
-            scale, codes, outer = (self._whole.view(data, key, name) for name in ("scale", "codes", "outer"))
-            assert scale is not None
-            assert codes is not None
-            self._layout.view(kept, key, "scale").copy_(self._kept_scale(scale))  # type: ignore[union-attr]
-            self._layout.view(kept, key, "codes").copy_(self._kept_codes(codes, site))  # type: ignore[union-attr]
-            if outer is not None:
-                self._layout.view(kept, key, "outer").copy_(outer)  # type: ignore[union-attr]
+        if self._fields is None:
+            fields = [self._whole.fields(key) + self._layout.fields(key) for key in self.sites]
+            order = (0, 1, 6, 2, 3, 8, 4, 10)  # of where and how long, here and there, of scale, codes and outer
+            table = torch.tensor([[row[i] for i in order] for row in fields], dtype=torch.int32)
+            self._fields = table.to(data.device)
+        scale_bits, syndrome = self.config.scales == "parity", self.config.mode == "syndrome"
+        shorten_rows_(data, kept, self._fields, scale_bits=scale_bits, syndrome=syndrome)
         return kept
-
-    def _kept_scale(self, scale: Tensor) -> Tensor:
-        return pack_bits(scale & 1) if self.config.scales == "parity" else scale
-
-    def _kept_codes(self, codes: Tensor, site: SiteShape) -> Tensor:
-        """Of whole codes or parity bits, as they were written."""
-        if self.config.mode != "syndrome":
-            return codes
-        return encode(codes.flatten(1), (site.heads or 1) * site.padded)
 
     def add_kv(self, rows: Tensor, read: Callable[[Key], PackedKV], device: torch.device) -> None:
         """Store what the pages hold for the tokens `rows`; `read` gives what they hold of one k or v."""
@@ -212,10 +204,12 @@ class GuidanceRecorder:
         audited = audits.empty(len(picked), device)
         for key in self.kv_sites:
             kv = read(key)
+            scale = pack_bits(kv.scale & 1) if self.config.scales == "parity" else kv.scale
             codes = kv.codes if self.config.mode == "full" else parity_bits(kv.codes)
-            kept = self._kept_codes(codes, self.kv_sites[key])
-            self._kv_layout.view(data, key, "scale").copy_(self._kept_scale(kv.scale))  # type: ignore[union-attr]
-            self._kv_layout.view(data, key, "codes").copy_(kept)  # type: ignore[union-attr]
+            if self.config.mode == "syndrome":
+                codes = encode(codes.flatten(1), 8 * codes[0].numel())
+            self._kv_layout.view(data, key, "scale").copy_(scale)  # type: ignore[union-attr]
+            self._kv_layout.view(data, key, "codes").copy_(codes)  # type: ignore[union-attr]
             self._kv_outer[key] = None if kv.outer is None else kv.outer.reshape(-1).clone()
             if len(picked):
                 audits.view(audited, key, "codes").copy_(kv.codes[picked.to(device)])  # type: ignore[union-attr]
