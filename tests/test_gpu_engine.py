@@ -243,7 +243,7 @@ def test_pages_hold_what_the_reference_would_have_written() -> None:
         assert (on_gpu.data.cpu() != on_cpu.data).float().mean() < 0.05
 
 
-@pytest.mark.parametrize("mode", ["parity", "full"])
+@pytest.mark.parametrize("mode", ["parity", "full", "syndrome"])
 def test_graphed_steps_record_what_single_ones_do(mode: Any) -> None:
     guidance = GuidanceConfig(mode=mode, sites=list(SITES), audit_sequences=2)
     recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=guidance)

@@ -187,6 +187,8 @@ GUIDED = [
     pytest.param(recipe_of("nvfp4", "nvfp4", "nvfp4", mode="full"), id="full"),
     pytest.param(recipe_of("mxfp4", "mxfp4", "nvfp4", mode="full", store="host"), id="mxfp4-full-host"),
     pytest.param(recipe_of("nvfp4", "nvfp4", "nvfp4", mode="parity", scales="parity"), id="scale-parity"),
+    pytest.param(recipe_of("nvfp4", "nvfp4", "nvfp4", mode="syndrome", scales="parity"), id="syndrome"),
+    pytest.param(recipe_of("mxfp4", "none", "mxfp4", mode="syndrome", store="host"), id="mxfp4-syndrome-host"),
     pytest.param(recipe_of("mxfp4", "mxfp4", "mxfp4", mode="full", scales="parity"), id="mxfp4-full-scale-parity"),
     pytest.param(recipe_of("nvfp4", "nvfp4", "nvfp4", mode="parity", kv_rotation="hadamard"), id="hadamard"),
     pytest.param(recipe_of("nvfp4", "nvfp4", "nvfp4", mode="full", four_over_six=True), id="four-over-six"),
