@@ -40,7 +40,7 @@ from trace_kernels.syndromes import COLUMNS, MEMORY, encode
 STATES = 1 << MEMORY
 EVEN, ODD = (0, 3, 5, 6), (1, 2, 4, 7)  # sets of flips, bit j for element j of a period
 ROWS = 16  # of a program
-_SCRATCH_BYTES = 2**29
+SCRATCH_BYTES = 2**29
 
 
 def _columns_of(flips: int) -> int:
@@ -286,7 +286,7 @@ def cheapest_flips_triton(cost: Tensor, target: Tensor) -> Tensor:
     """Triton twin of `cheapest_flips_reference`; in groups of rows whose decisions fit the scratch memory."""
     (rows, width), periods = cost.shape, -(-cost.shape[1] // 3)
     flips = torch.empty(rows, periods, dtype=torch.uint8, device=cost.device)
-    most = max(1, _SCRATCH_BYTES // (periods * ROWS * 16)) * ROWS
+    most = max(1, SCRATCH_BYTES // (periods * ROWS * 16)) * ROWS
     constants = {name: tuple(_columns_of(flip) for flip in sets) for name, sets in (("EVEN_X", EVEN), ("ODD_X", ODD))}
     for begin in range(0, rows, most):
         part = slice(begin, min(begin + most, rows))

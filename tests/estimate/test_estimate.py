@@ -502,6 +502,7 @@ class TestCommand:
         self.run(monkeypatch, "--shape", "qwen3-1.7b", "--guidance", "syndrome", "--scales", "parity")
         printed = capsys.readouterr().out
         assert "2,912" in printed
+        assert "trainer: search for bits" in printed
         assert "search for the bits (guidance.mode=syndrome) is not counted" in " ".join(printed.split())
 
     def test_a_config_is_read_and_options_win(self):

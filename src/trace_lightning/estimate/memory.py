@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trace_kernels.syndrome_decode import SCRATCH_BYTES
 from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
 from trace_lightning.estimate.adapters import base_bytes, largest_linear, rollout_adapter_bytes
 from trace_lightning.estimate.plan import Plan
@@ -124,6 +125,8 @@ def _microbatch_items(plan: Plan) -> Iterator[Item]:
     # Assumed: four FP32 rows of the widest tensor, for rounding in the forward and gradients in the backward pass.
     widest = max(shape.intermediate, shape.heads * shape.head_dim)
     yield Item("activations in work", "trainer", tokens * 16 * widest, ("train",))
+    if plan.guidance.mode == "syndrome":  # decisions of the search; its FP32 costs are among the activations in work
+        yield Item("search for bits", "trainer", float(SCRATCH_BYTES), ("train",))
     # Backward of a chunk: BF16 logits, FP32 log-probs and three FP32 gradients of them, and the head's own gradient.
     gradient = 0 if plan.lora_rank else plan.master_bytes * shape.head_params
     yield Item("logits of a chunk", "trainer", 18 * _CHUNK * shape.vocab + gradient, ("train",))
