@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from support.random_policy import RECIPE, Digits, RandomPolicy, StepMeter
+from support.random_policy import (
+    RECIPE,
+    StepMeter,
+    fill_sizes,
+    in_own_process,
+    medians,
+    run_steps,
+    settings_of,
+    size_options,
+)
 
-from trace_lightning.bench.shapes import SHAPES
 from trace_lightning.callbacks import Rollout
-from trace_lightning.data import PromptDataModule
-from trace_lightning.types import GuidanceConfig, QuantRecipe, SamplingParams
+from trace_lightning.recipe import GuidanceConfig, QuantRecipe
+from trace_lightning.types import SamplingParams
 
 W4A4 = {"weights": "nvfp4", "activations": "nvfp4", "kv_cache": "nvfp4"}
 RECIPES = {
@@ -44,62 +47,18 @@ def worker(args: argparse.Namespace) -> None:
     """One recipe; its medians go to `args.out`."""
     pl.seed_everything(0)
     sampling, meter = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True), StepMeter()
-    trainer = pl.Trainer(
-        accelerator=args.device,
-        devices=1,
-        precision="32-true" if args.device == "cpu" else "bf16-mixed",
-        max_steps=WARM_STEPS + args.steps,
-        callbacks=[Rollout(sampling=sampling, num_generations=args.generations, reward_workers=0), meter],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    module = RandomPolicy(
-        args.shape,
-        recompute=args.shape != "tiny",
-        recipe=RECIPES[args.recipe],
-        max_tokens_per_microbatch=args.microbatch,
-    )
-    trainer.fit(module, PromptDataModule(Digits(args.prompt_length), batch_size=args.prompts))
-    steady = meter.steps[WARM_STEPS:]
-    result = {name: statistics.median(step[name] for step in steady) for name in steady[0]}
-    if args.device == "cuda":
-        result["peak_bytes"] = torch.cuda.max_memory_allocated()
-    Path(args.out).write_text(json.dumps(result))
-
-
-def measure(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
-    """`worker` in a process of its own."""
-    names = ("device", "shape", "steps", "prompts", "generations", "prompt_length", "new_tokens", "microbatch")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        flags = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
-        command = [sys.executable, __file__, "--recipe", recipe, "--out", str(out), *flags]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        return dict(json.loads(out.read_text()))
+    rollout = Rollout(sampling=sampling, num_generations=args.generations, reward_workers=0)
+    run_steps(args, WARM_STEPS + args.steps, rollout, meter, recipe=RECIPES[args.recipe])
+    Path(args.out).write_text(json.dumps(medians(args, meter.steps[WARM_STEPS:])))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-1.7b")
+    size_options(parser)
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--steps", type=int, default=4, help="behind the warm ones")
-    parser.add_argument("--prompts", type=int, default=8, help="per step")
-    parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
-    parser.add_argument("--prompt_length", type=int, default=None)
-    parser.add_argument("--new_tokens", type=int, default=None)
-    parser.add_argument("--microbatch", type=int, default=16384, help="padded tokens per micro-batch")
-    parser.add_argument("--json", help="write the result there as well")
     parser.add_argument("--recipe", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    small = args.shape == "tiny"
-    args.prompt_length = args.prompt_length or (16 if small else 256)
-    args.new_tokens = args.new_tokens or (32 if small else 512)
-    return args
+    return fill_sizes(parser.parse_args())
 
 
 def main() -> None:
@@ -108,14 +67,9 @@ def main() -> None:
         worker(args)
         return
     runs: dict[str, dict[str, Any]] = {}
-    result = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "options": {name: value for name, value in vars(args).items() if name not in ("json", "out", "recipe")},
-        "runs": runs,
-    }
+    result = {**settings_of(args, "recipe"), "runs": runs}
     for recipe in args.recipes:
-        runs[recipe] = measure(args, recipe)
+        runs[recipe] = in_own_process(__file__, args, recipe=recipe)
         base = runs.get("bf16", runs[recipe])
         ratios = {name: base[name] / runs[recipe][name] for name in PHASES}
         runs[recipe]["gain"] = ratios

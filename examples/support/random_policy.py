@@ -4,14 +4,26 @@ Nothing is downloaded: weights are drawn on the device. Completions should ignor
 tokens as any other.
 """
 
+from __future__ import annotations
+
+import argparse
 import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from trace_lightning.bench.shapes import SHAPES, make_model
+from trace_lightning.callbacks import Rollout
+from trace_lightning.data import PromptDataModule
 from trace_lightning.models.policy import set_gradient_checkpointing
 from trace_lightning.module import PolicyModule
 from trace_lightning.quantization.qat import install_qat
@@ -59,6 +71,73 @@ class RandomPolicy(PolicyModule):
             set_gradient_checkpointing(model, self.recompute)
             self.policy = model.train()
             self.shard()
+
+
+def size_options(parser: argparse.ArgumentParser) -> None:
+    """Device, shape and sizes of a step."""
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-1.7b")
+    parser.add_argument("--prompts", type=int, default=8, help="per step")
+    parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--prompt_length", type=int, default=None)
+    parser.add_argument("--new_tokens", type=int, default=None)
+    parser.add_argument("--microbatch", type=int, default=16384, help="padded tokens per micro-batch")
+    parser.add_argument("--json", help="write the result there as well")
+    parser.add_argument("--out", help=argparse.SUPPRESS)  # of a worker
+
+
+def fill_sizes(args: argparse.Namespace) -> argparse.Namespace:
+    """What was not given: small for the tiny shape."""
+    small = args.shape == "tiny"
+    args.prompt_length = args.prompt_length or (16 if small else 256)
+    args.new_tokens = args.new_tokens or (32 if small else 512)
+    return args
+
+
+def run_steps(args: argparse.Namespace, max_steps: int, rollout: Rollout, meter: StepMeter, **settings: Any) -> None:
+    """Train a random policy for some steps; settings are the policy's."""
+    trainer = pl.Trainer(
+        accelerator=args.device,
+        devices=1,
+        precision="32-true" if args.device == "cpu" else "bf16-mixed",
+        max_steps=max_steps,
+        callbacks=[rollout, meter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    module = RandomPolicy(
+        args.shape, recompute=args.shape != "tiny", max_tokens_per_microbatch=args.microbatch, **settings
+    )
+    trainer.fit(module, PromptDataModule(Digits(args.prompt_length), batch_size=args.prompts))
+
+
+def medians(args: argparse.Namespace, steady: list[dict[str, float]]) -> dict[str, Any]:
+    """Of every column over some steps, and on a GPU the peak of what was allocated."""
+    result: dict[str, Any] = {name: statistics.median(step[name] for step in steady) for name in steady[0]}
+    if args.device == "cuda":
+        result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return result
+
+
+def in_own_process(file: str, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What the worker of a bench writes to `--out`, called with the sizes of `args` and more options."""
+    names = ("device", "shape", "steps", "prompts", "generations", "prompt_length", "new_tokens", "microbatch")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        options = {name: getattr(args, name) for name in names} | more | {"out": out}
+        flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        subprocess.run([sys.executable, file, *flags], check=True, stdout=sys.stderr)
+        return dict(json.loads(out.read_text()))
+
+
+def settings_of(args: argparse.Namespace, *hidden: str) -> dict[str, Any]:
+    """For the result: device, version and options."""
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "out", *hidden)}
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    return {"device": device, "torch": torch.__version__, "options": options}
 
 
 class StepMeter(Callback):
