@@ -256,6 +256,15 @@ class TestMemory:
         sync(engine, model, 1)
         assert greedy(engine) == first
 
+    def test_a_check_leaves_a_working_engine_alone(self) -> None:
+        model = make_model("qwen3")
+        engine = make_engine(model, W4A4KV4)
+        before = greedy(engine)
+        storage = engine._workspace.kv
+        engine.check(make_policy("qwen3", W4A4KV4).to("meta"), engine.tokenizer, W4A4KV4)
+        assert greedy(engine) == before
+        assert engine._workspace.kv is storage
+
     @pytest.mark.parametrize("mode", ["parity", "syndrome"])
     def test_guidance_widens_while_the_snapshot_is_released(self, mode: Any) -> None:
         """To all sites, and from syndromes to bits."""

@@ -5,18 +5,15 @@ And with which batch a run ends, so that nothing is drawn that nobody trains on.
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from trace_lightning.loading import SuccessCurriculum
 from trace_lightning.models.policy import policy_structure
 from trace_lightning.module import PolicyModule
 from trace_lightning.rollout.base import RolloutEngine
-from trace_lightning.rollout.engine import LocalEngine
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +32,13 @@ def check_engine(engine: RolloutEngine) -> None:
 
 
 def check_structure(engine: RolloutEngine, module: PolicyModule) -> None:
-    """Let our engine refuse model and recipe before a weight is loaded: a copy of it is set up on the meta device.
+    """Let the engine refuse model and recipe before a weight is loaded.
 
     Raises:
-        ValueError: what `LocalEngine.setup` refuses.
+        ValueError: what `RolloutEngine.check` refuses.
     """
-    if type(engine) is LocalEngine:
-        structure = policy_structure(module.path, module.recipe, attention=module.attention, lora=module.lora)
-        copy.copy(engine).setup(structure, module.tokenizer, module.recipe, dtype=torch.float32)
+    structure = policy_structure(module.path, module.recipe, attention=module.attention, lora=module.lora)
+    engine.check(structure, module.tokenizer, module.recipe)
 
 
 def warn_if_uncorrected(module: PolicyModule) -> None:

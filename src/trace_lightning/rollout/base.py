@@ -48,6 +48,20 @@ class RolloutEngine(ABC):
 
     takes_turns: bool = False
 
+    def check(  # noqa: B027  need not be overridden
+        self, structure: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe
+    ) -> None:
+        """Refuse what `setup` would refuse, before a weight is loaded, and leave this engine as it is.
+
+        Args:
+            structure: the policy on the meta device.
+            tokenizer: as for `setup`.
+            recipe: as for `setup`.
+
+        Raises:
+            ValueError: model and recipe do not fit this engine. One that has no such check refuses in `setup`.
+        """
+
     @abstractmethod
     def setup(
         self,

@@ -11,6 +11,7 @@ CPU the same forward pass runs the kernels' torch references.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Hashable, Iterable
@@ -119,6 +120,11 @@ class LocalEngine(RolloutEngine):
         """The snapshot; for tests and the benchmark."""
         assert self._decoder is not None, "call setup first"
         return self._decoder
+
+    def check(self, structure: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe) -> None:
+        trial = copy.copy(self)
+        trial._workspace = self._workspace.anew()
+        trial.setup(structure, tokenizer, recipe, dtype=torch.float32)
 
     def setup(
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: QuantRecipe, *, dtype: torch.dtype

@@ -40,6 +40,15 @@ class Workspace:
         self._distributions: set[tuple[float, ...]] = set()  # that graphs may have been captured for
         self.release()
 
+    def anew(self) -> Workspace:
+        """Another one for the same calls, with nothing in it."""
+        return Workspace(
+            max_num_seqs=self.max_num_seqs,
+            page_size=self.page_size,
+            kv_cache_tokens=self.kv_cache_tokens,
+            memory_fraction=self.memory_fraction,
+        )
+
     def setup(self, device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
         """Learn where memory is taken, and for how many ids of the model."""
         self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
