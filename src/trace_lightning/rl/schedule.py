@@ -2,6 +2,9 @@
 
 A constant rate keeps the policy moving to the end, so two runs that have learned the same still differ by where their
 last steps fell. What is compared at the end, or shipped, gains from a decay.
+
+What was left out: the schedules of transformers, whose warm-up begins with a step at rate 0. Here that would be a whole
+rollout for nothing.
 """
 
 import math
