@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trace_kernels import BlockFormat
 from trace_lightning.models.policy import final_hidden
-from trace_lightning.quantization.qat import QATKV, QATGroup, QATLinear, QATState, quantized_weight
+from trace_lightning.quantization.qat import QATKV, QATGroup, QATLinear, QATState, quantized_weight, shared_outer
 from trace_lightning.quantization.rounding import NEAREST, Rounding
 
 Name = tuple[int, str]  # (layer, what)
@@ -126,8 +126,7 @@ def local_errors(policy: PreTrainedModel, sequences: list[Tensor]) -> LocalError
         group, fmt = linear.group, formats[id(linear.group)]
         assert fmt is not None
         if id(group) not in outers:
-            amax = torch.stack([member.weight.abs().amax() for member in group.members]).amax().float()
-            outers[id(group)] = fmt.outer_from_amax(amax.reshape(1, 1))
+            outers[id(group)] = shared_outer([member.weight for member in group.members], fmt)
         change = quantized_weight(linear.weight, fmt, outers[id(group)]) - linear.weight
         error = F.linear(inputs[0].to(change.dtype), change).float()
         plain = output.float() if linear.bias is None else output.float() - linear.bias.float()

@@ -108,8 +108,7 @@ class QATGroup:
         """FP32 [1, 1]: the outer scale that all members share; None for formats without."""
         if self.cached_outer is not None:
             return self.cached_outer
-        peaks = [torch.linalg.vector_norm(member.merged(), torch.inf).float() for member in self.members]
-        outer = fmt.outer_from_amax(torch.stack(peaks).amax().reshape(1, 1))
+        outer = shared_outer([member.merged() for member in self.members], fmt)
         if self.cached is not None:
             self.cached_outer = outer
         return outer
@@ -119,6 +118,12 @@ def _matmul_dtype(weight: Tensor) -> torch.dtype:
     """What autocast will multiply in: casting the rounded weight once is the same, and halves what is kept of it."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def shared_outer(weights: list[Tensor], fmt: BlockFormat) -> Tensor | None:
+    """FP32 [1, 1]: the outer scale of weights that are rounded as one; None for formats without."""
+    peaks = [torch.linalg.vector_norm(weight, torch.inf).float() for weight in weights]
+    return fmt.outer_from_amax(torch.stack(peaks).amax().reshape(1, 1))
 
 
 def quantized_weight(

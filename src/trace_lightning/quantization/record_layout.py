@@ -89,13 +89,10 @@ class RowLayout:
         """A matrix of rows; zeroed, for a row may belong to an empty seat that no kernel fills in."""
         return torch.zeros(rows, self.row_bytes, dtype=torch.uint8, device=device)
 
-    def fields(self, key: Key) -> tuple[int, ...]:
+    def fields(self, key: Key) -> list[tuple[int, int]]:
         """Where in a row the scale, the codes and the outer scale of a site begin, and their bytes; -1, 0 if absent."""
-        found: list[int] = []
-        for name in ("scale", "codes", "outer"):
-            begin, shape, dtype = self._fields.get((key, name), (-1, (0,), torch.uint8))
-            found += [begin, math.prod(shape) * dtype.itemsize]
-        return tuple(found)
+        found = (self._fields.get((key, name), (-1, (0,), torch.uint8)) for name in ("scale", "codes", "outer"))
+        return [(begin, math.prod(shape) * dtype.itemsize) for begin, shape, dtype in found]
 
     def view(self, data: Tensor, key: Key, name: str) -> Tensor | None:
         """One field of every row of `data` [..., row_bytes]; None if rows have no such field."""

@@ -187,10 +187,12 @@ class GuidanceRecorder:
         """Rows as kernels wrote them, as they are kept."""
         kept = self._layout.empty(len(data), data.device)
         if self._fields is None:
-            fields = [self._whole.fields(key) + self._layout.fields(key) for key in self.sites]
-            order = (0, 1, 6, 2, 3, 8, 4, 10)  # of where and how long, here and there, of scale, codes and outer
-            table = torch.tensor([[row[i] for i in order] for row in fields], dtype=torch.int32)
-            self._fields = table.to(data.device)
+            table = []
+            for key in self.sites:
+                (scale, blocks), (codes, length), (outer, _) = self._whole.fields(key)
+                (scale_kept, _), (codes_kept, _), (outer_kept, _) = self._layout.fields(key)
+                table.append((scale, blocks, scale_kept, codes, length, codes_kept, outer, outer_kept))
+            self._fields = torch.tensor(table, dtype=torch.int32).to(data.device)
         scale_bits, syndrome = self.config.scales == "parity", self.config.mode == "syndrome"
         shorten_rows_(data, kept, self._fields, scale_bits=scale_bits, syndrome=syndrome)
         return kept

@@ -28,7 +28,7 @@ from trace_lightning.models.policy import logits_head
 from trace_lightning.models.sharding import is_sharded, plain_twin
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import adapter_parameters, lora_state
-from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight
+from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight, shared_outer
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
 from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.batch import ForwardBatch
@@ -131,8 +131,7 @@ class HFDecoder(Decoder):
             self._outer[index] = self._outer_of(index)
         if quantize and self.weight_format is not None:
             for group in {id(g): g for g in self.groups.values() if g.layer in renewed}.values():
-                amax = torch.stack([member.weight.abs().amax() for member in group.members]).amax().float()
-                outer = self.weight_format.outer_from_amax(amax.reshape(1, 1))
+                outer = shared_outer([member.weight for member in group.members], self.weight_format)
                 for member in group.members:
                     member.weight.copy_(quantized_weight(member.weight, self.weight_format, outer))
 
