@@ -16,8 +16,9 @@ from bench_round_values import SITES, TOKENS, guide_of
 from timing import Report, graph_time
 
 from trace_kernels import get_format
+from trace_kernels.cheapest_flips import cheapest_flips
 from trace_kernels.round_values import round_values
-from trace_kernels.syndrome_decode import cheapest_flips, decode_guide
+from trace_kernels.syndrome_decode import decode_guide
 from trace_kernels.syndromes import encode
 
 

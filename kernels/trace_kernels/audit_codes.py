@@ -22,17 +22,17 @@ from torch import Tensor
 
 from trace_kernels import fp4
 from trace_kernels.formats import e2m1_encode, unpack_codes
-from trace_kernels.quantize import BlockFormat, Quantized, _E2M1Format, get_format
-from trace_kernels.round_values import (
-    TILE,
-    Guide,
-    block_offsets,
-    guided_codes,
-    guided_scale,
-    outer_scales,
+from trace_kernels.guided_tile import (
+    guided_units,
+    load_codes,
+    nearest_codes,
     pick_code,
-    place_blocks,
+    place_tile,
+    row_amax,
+    tile_constants,
 )
+from trace_kernels.quantize import BlockFormat, Quantized, _E2M1Format, get_format
+from trace_kernels.round_values import Guide, guided_codes
 from trace_kernels.rows import format_words
 
 SUMS = 10
@@ -94,38 +94,6 @@ def _squares(gap, inside):
 
 
 @triton.jit
-def _row_amax(X, numel: tl.constexpr, TILE: tl.constexpr):
-    """FP32 max |x| of a token's elements; NaN is the largest."""
-    peak = tl.zeros((TILE,), tl.int32)
-    for start in range(0, numel, TILE):
-        i = start + tl.arange(0, TILE)
-        peak = tl.maximum(peak, fp4.abs_bits(tl.load(X + i, mask=i < numel, other=0.0).to(tl.float32)))
-    return tl.max(peak, 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load_codes(PACKED, g, inside_G, B: tl.constexpr):
-    """Codes int32 [G, B / 8, 8] of packed blocks `g`."""
-    p, h = tl.arange(0, B // 8)[None, :, None], tl.arange(0, 4)[None, None, :]
-    at = PACKED + g[:, None, None] * (B // 2) + p * 4 + h
-    packed = tl.load(at, mask=inside_G[:, None, None], other=0).to(tl.int32)
-    return tl.reshape(tl.join(packed & 15, packed >> 4), (g.shape[0], B // 8, 8))
-
-
-@triton.jit
-def _own_codes(x, amax_bits_G, outer_G, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr, FOUR: tl.constexpr):
-    """Nearest codes [G, B / 8, 8] on own scales, and those scales FP32 [G]."""
-    x_RGB = tl.reshape(x, (G, 1, B))
-    if B == 16:
-        codes, byte = fp4.quantize_nvfp4(x_RGB, outer_G, FOUR)
-        scale = fp4.e4m3_scale_value(byte)
-    else:
-        codes, byte = fp4.quantize_mxfp4(x_RGB)
-        scale = fp4.e8m0_scale_value(byte)
-    return tl.reshape(codes, (G, B // 8, 8)), tl.reshape(scale, (G,))
-
-
-@triton.jit
 def _store_counts(OUT, elements, before, before_one, after, after_one):
     """The first five numbers, and that this is one token."""
     tl.store(OUT, elements)
@@ -171,27 +139,20 @@ def audit_codes_kernel(
     CODES += row * stride_codes
     if OUTER is not None and not OUTER_PER_HEAD:
         OUTER += row * stride_outer
-    amax = _row_amax(X, HEADS * D, G * B)
+    amax = row_amax(X, HEADS * D, G * B)
     before, before_one, after, after_one = 0, 0, 0, 0
     gap_before, gap_nearest, gap_after, rollout = 0.0, 0.0, 0.0, 0.0
     for start in range(0, BLOCKS, G):
-        g, head, first = place_blocks(start, D, B, G)
-        inside_G = g < BLOCKS
-        whole = inside_G[:, None, None]
-        lane = tl.arange(0, B // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-        inside = whole & (first[:, None, None] + lane < D)
-        at = block_offsets(g, head, first, D, B)[:, None, None] + lane
+        g, at, whole, inside = place_tile(start, D, HEADS, B, G)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        amax_bits_G = tl.max(tl.max(fp4.abs_bits(x), 2), 1)
-        outer_G = outer_scales(OUTER, head, inside_G, stride_outer, OUTER_PER_HEAD)
+        z, scale_G, outer_G = guided_units(x, SCALE, OUTER, stride_outer, g, D, HEADS, B, BITS, OUTER_PER_HEAD)
         own_outer_G = outer_G
         if OUTER is not None and not OUTER_PER_HEAD:
-            own_outer_G = fp4.outer_from_amax(outer_G * 0.0 + amax, 1536.0 if FOUR else 2688.0)
-        own, own_scale_G = _own_codes(x, amax_bits_G, own_outer_G, D, B, G, FOUR)
-        scale_G = guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, BITS)
-        z = x * tl.math.div_rn(tl.math.div_rn(tl.full((G,), 1.0, tl.float32), outer_G), scale_G)[:, None, None]
-        used = pick_code(z, CODES, g, inside_G, B, FULL)
-        rolled = _load_codes(AUDIT, g, inside_G, B)
+            own_outer_G = fp4.outer_from_amax(tl.zeros((G,), tl.float32) + amax, 1536.0 if FOUR else 2688.0)
+        own, own_scale = nearest_codes(tl.reshape(x, (G, 1, B)), own_outer_G, B, FOUR)
+        own = tl.reshape(own, (G, B // 8, 8))
+        used = pick_code(z, CODES, g, whole, B, FULL)
+        rolled = load_codes(AUDIT, g, whole, B)
 
         differ, by_one = _differ(own, rolled, whole)
         before, before_one = before + differ, before_one + by_one
@@ -199,7 +160,7 @@ def audit_codes_kernel(
         after, after_one = after + differ, after_one + by_one
         unit, factor = outer_G[:, None, None], scale_G[:, None, None]
         target = (fp4.e2m1_value(rolled) * factor) * unit
-        own_value = (fp4.e2m1_value(own) * own_scale_G[:, None, None]) * own_outer_G[:, None, None]
+        own_value = (fp4.e2m1_value(own) * own_scale[:, :, None]) * own_outer_G[:, None, None]
         gap_before += _squares(own_value - target, inside)
         gap_nearest += _squares((fp4.e2m1_value(fp4.e2m1_encode(z)) * factor) * unit - target, inside)
         gap_after += _squares((fp4.e2m1_value(used) * factor) * unit - target, inside)
@@ -255,17 +216,11 @@ def audit_codes_triton(
     """Triton twin of `audit_codes_reference`."""
     x = x.contiguous()
     assert all(table[:1].is_contiguous() for table in (scale, codes, audit)), "dense within a row"
-    heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    block_size = 16 if fmt == "nvfp4" else 32
-    blocks = heads * triton.cdiv(width, block_size)
     out = torch.empty(len(tokens), SUMS, dtype=torch.float32, device=x.device)
     audit_codes_kernel[(len(tokens),)](
         *(x, tokens, entries, audit, row, scale, codes, outer, out),
         *(0 if table is None else table.stride(0) for table in (audit, scale, codes, outer)),
-        D=width,
-        HEADS=heads,
-        B=block_size,
-        G=min(triton.next_power_of_2(blocks), TILE // block_size),
+        **tile_constants(x, fmt),
         FOUR=four_over_six,
         FULL=full,
         BITS=scale_bits,

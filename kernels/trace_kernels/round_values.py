@@ -29,10 +29,17 @@ from torch import Tensor
 
 from trace_kernels import fp4
 from trace_kernels.formats import unpack_bits, unpack_codes
+from trace_kernels.guided_tile import (
+    guided_units,
+    nearest_codes,
+    pick_code,
+    place_blocks,
+    place_tile,
+    row_amax,
+    tile_constants,
+)
 from trace_kernels.quantize import FP8, MXFP4, NVFP4, BlockFormat, Quantized, _E2M1Format, get_format
 from trace_kernels.rows import format_words, round_rows
-
-TILE = 2048  # elements of a token that a program takes at a time
 
 
 @dataclass(frozen=True)
@@ -95,20 +102,6 @@ def round_in_torch(
 
 
 @triton.jit
-def place_blocks(start, D: tl.constexpr, B: tl.constexpr, G: tl.constexpr):
-    """Of blocks `start ... start + G` of a token: their numbers, heads, and first elements within the head."""
-    n: tl.constexpr = (D + B - 1) // B
-    g = start + tl.arange(0, G)
-    return g, g // n, (g % n) * B
-
-
-@triton.jit
-def block_offsets(g, head, first, D: tl.constexpr, B: tl.constexpr):
-    """Where blocks begin in the token's elements: a plain multiple of B where heads are whole blocks."""
-    return g * B if D % B == 0 else head * D + first
-
-
-@triton.jit
 def _nearest(
     X,
     OUT,
@@ -126,75 +119,18 @@ def _nearest(
     LIMIT: tl.constexpr = 1536.0 if FOUR else 2688.0
     outer_G = tl.full((G,), 1.0, tl.float32)
     if SOURCE == 1:
-        peak = tl.zeros((G * B,), tl.int32)
-        for start in range(0, HEADS * D, G * B):
-            i = start + tl.arange(0, G * B)
-            peak = tl.maximum(peak, fp4.abs_bits(tl.load(X + i, mask=i < HEADS * D, other=0.0).to(tl.float32)))
-        amax_G = tl.zeros((G,), tl.int32) + tl.max(peak, 0)
-        outer_G = fp4.outer_from_amax(amax_G.to(tl.float32, bitcast=True), LIMIT)
+        outer_G = fp4.outer_from_amax(tl.zeros((G,), tl.float32) + row_amax(X, HEADS * D, G * B), LIMIT)
     for start in range(0, BLOCKS, G):
-        g, head, first = place_blocks(start, D, B, G)
-        lane = tl.arange(0, B)
-        at = block_offsets(g, head, first, D, B)[:, None] + lane[None, :]
-        inside = (g < BLOCKS)[:, None] & ((first[:, None] + lane[None, :]) < D)
+        g, begin, first = place_blocks(start, D, B, G)
+        lane = tl.arange(0, B)[None, :]
+        at = begin[:, None] + lane
+        inside = (g < BLOCKS)[:, None] & (first[:, None] + lane < D)
         if SOURCE == 2:
-            outer_G = tl.load(OWN + head * own_stride, mask=g < BLOCKS, other=1.0)
+            outer_G = tl.load(OWN + (g // (BLOCKS // HEADS)) * own_stride, mask=g < BLOCKS, other=1.0)
         x = tl.reshape(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), (G, 1, B))
-        if SOURCE == 0:
-            codes, byte = fp4.quantize_mxfp4(x)
-            scale = fp4.e8m0_scale_value(byte)
-        else:
-            codes, byte = fp4.quantize_nvfp4(x, outer_G, FOUR)
-            scale = fp4.e4m3_scale_value(byte)
+        codes, scale = nearest_codes(x, outer_G, B, FOUR)
         value = (fp4.e2m1_value(codes) * scale[:, :, None]) * outer_G[:, None, None]
         tl.store(OUT + at, tl.reshape(value, (G, B)).to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def outer_scales(OUTER, head, inside_G, stride, PER_HEAD: tl.constexpr):
-    """FP32 outer scales [G] of the record; OUTER is at the token's row unless PER_HEAD, or None."""
-    outer_G = tl.full(head.shape, 1.0, tl.float32)
-    if OUTER is not None and PER_HEAD:
-        outer_G = tl.load(OUTER + head * stride, mask=inside_G, other=1.0)
-    elif OUTER is not None:
-        outer_G = outer_G * tl.load(OUTER)
-    return outer_G
-
-
-@triton.jit
-def guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
-    """FP32 block scales [G]: those recorded, or of the two next to the own ideal one that with the recorded bit."""
-    n: tl.constexpr = (D + B - 1) // B
-    if BITS:
-        k = g % n
-        byte = tl.load(SCALE + head * ((n + 7) // 8) + k // 8, mask=inside_G, other=0).to(tl.int32)
-        parity = (byte >> (k % 8)) & 1
-        lower = fp4.lower_e4m3_byte(amax_bits_G, outer_G) if B == 16 else fp4.lower_e8m0_byte(amax_bits_G)
-        byte = tl.where((lower & 1) == parity, lower, lower + 1)
-    else:
-        byte = tl.load(SCALE + g, mask=inside_G, other=8).to(tl.int32)
-    scale = fp4.e4m3_scale_value(byte) if B == 16 else fp4.e8m0_scale_value(byte)
-    return tl.where(amax_bits_G < 0x7F800000, scale, float("nan"))  # x that is not finite must stay visible
-
-
-@triton.jit
-def pick_code(z, CODES, g, inside_G, B: tl.constexpr, FULL: tl.constexpr):
-    """Codes [G, B / 8, 8]: of the two around z, that nearest the recorded code (FULL) or with the recorded parity."""
-    p = tl.arange(0, B // 8)
-    lower = fp4.e2m1_bracket(z)
-    if FULL:
-        h = tl.arange(0, 4)[None, None, :]
-        pairs = CODES + g[:, None, None] * (B // 2) + p[None, :, None] * 4 + h
-        packed = tl.load(pairs, mask=inside_G[:, None, None], other=0).to(tl.int32)
-        target = fp4.e2m1_value(tl.reshape(tl.join(packed & 15, packed >> 4), (g.shape[0], B // 8, 8)))
-        inner, outward = fp4.signed_code(lower, z), fp4.signed_code(lower + 1, z)
-        nearer = tl.abs(fp4.e2m1_value(inner) - target) <= tl.abs(fp4.e2m1_value(outward) - target)
-        code = tl.where(nearer, inner, outward)
-    else:
-        bytes_GP = tl.load(CODES + g[:, None] * (B // 8) + p[None, :], mask=inside_G[:, None], other=0)
-        bit = (bytes_GP.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-        code = fp4.signed_code(lower + ((lower & 1) ^ bit), z)
-    return code
 
 
 @triton.jit
@@ -215,20 +151,11 @@ def _guided(
 ):
     """One token; SCALE, CODES and (unless per head) OUTER point at the row it follows. Elements as [G, B / 8, 8]."""
     BLOCKS: tl.constexpr = HEADS * ((D + B - 1) // B)
-    p = tl.arange(0, B // 8)
     for start in range(0, BLOCKS, G):
-        g, head, first = place_blocks(start, D, B, G)
-        inside_G = g < BLOCKS
-        lane = p[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-        at = block_offsets(g, head, first, D, B)[:, None, None] + lane
-        inside = inside_G[:, None, None] & (first[:, None, None] + lane < D)
+        g, at, whole, inside = place_tile(start, D, HEADS, B, G)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        amax_bits_G = tl.max(tl.max(fp4.abs_bits(x), 2), 1)
-        outer_G = outer_scales(OUTER, head, inside_G, outer_stride, OUTER_PER_HEAD)
-        scale_G = guided_scale(SCALE, g, head, amax_bits_G, outer_G, inside_G, D, B, BITS)
-        inverse_G = tl.math.div_rn(tl.full((G,), 1.0, tl.float32), outer_G)
-        z = x * tl.math.div_rn(inverse_G, scale_G)[:, None, None]
-        value = fp4.e2m1_value(pick_code(z, CODES, g, inside_G, B, FULL))
+        z, scale_G, outer_G = guided_units(x, SCALE, OUTER, outer_stride, g, D, HEADS, B, BITS, OUTER_PER_HEAD)
+        value = fp4.e2m1_value(pick_code(z, CODES, g, whole, B, FULL))
         value = (value * scale_G[:, None, None]) * outer_G[:, None, None]
         tl.store(OUT + at, value.to(OUT.dtype.element_ty), mask=inside)
 
@@ -318,19 +245,14 @@ def round_values_triton(
     out = torch.empty_like(x, dtype=dtype)
     if x.numel() == 0:
         return out
-    heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    assert own is None or own.numel() in (1, heads), "outer scales of rows are computed, not given"
+    constants = tile_constants(x, fmt)
+    assert own is None or own.numel() in (1, constants["HEADS"]), "outer scales of rows are computed, not given"
     assert all(table is None or table[:1].is_contiguous() for table in (scale, codes)), "dense within a row"
-    block_size = 16 if fmt == "nvfp4" else 32
-    blocks = heads * triton.cdiv(width, block_size)
     round_values_kernel[(len(x),)](
         *(x, out, own, row, scale, codes, outer),
         0 if own is None or own.numel() == 1 else own.stride(0),
         *(0 if table is None else table.stride(0) for table in (scale, codes, outer)),
-        D=width,
-        HEADS=heads,
-        B=block_size,
-        G=min(triton.next_power_of_2(blocks), TILE // block_size),
+        **constants,
         FOUR=four_over_six,
         SOURCE=0 if fmt == "mxfp4" else 1 if own is None else 2,
         FULL=full,

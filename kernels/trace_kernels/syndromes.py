@@ -12,7 +12,7 @@ as in the syndrome-trellis codes of Filler, Judas and Fridrich, 2011).
     bits [M, K]  ->  syndrome uint8 [M, ceil((ceil(K / 3) + 6) / 8)]      check 8b + i is bit i of byte b
 
 Any two rows of bits with one syndrome differ in at least 7 places, so three wrong guesses near to each other are always
-found; what is found in `syndrome_decode.py` is the cheapest set of flips, however many.
+found; what is found (`cheapest_flips.py`) is the cheapest set of flips, however many.
 
 What was left out: other rates. One check per two elements (least distance 10) or per four (6) were measured as well
 (docs/results/guidance.md): one per three is the fewest that holds for W4A16KV4 as one bit per element does.

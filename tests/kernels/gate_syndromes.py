@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from compile_gate import Case
 
-from trace_kernels.syndrome_decode import (
-    EVEN,
-    ODD,
-    ROWS,
-    _columns_of,
-    _flip_bits_kernel,
-    _flips_kernel,
-    _own_bits_kernel,
-)
+from trace_kernels.cheapest_flips import EVEN, ODD, ROWS, _columns_of, _flips_kernel
+from trace_kernels.syndrome_decode import _flip_bits_kernel, _own_bits_kernel
 from trace_kernels.syndromes import TILE, WINDOW, _encode_kernel, syndrome_bytes
 
 OWN = {

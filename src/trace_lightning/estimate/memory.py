@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trace_kernels.syndrome_decode import SCRATCH_BYTES
+from trace_kernels.cheapest_flips import SCRATCH_BYTES
 from trace_lightning.bench.roofline import kv_bytes, sequences_that_fit, snapshot_bytes
 from trace_lightning.estimate.adapters import base_bytes, largest_linear, rollout_adapter_bytes
 from trace_lightning.estimate.plan import Plan
