@@ -12,7 +12,6 @@ all of them, and resume from the checkpoint. Ranks are started by Lightning; the
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from support.random_policy import Digits, RandomPolicy, StepMeter
+from support.random_policy import Digits, RandomPolicy, StepMeter, worker_command
 
 from trace_lightning.bench.shapes import SHAPES
 from trace_lightning.callbacks import Rollout, RunCheckpoint
@@ -110,21 +109,14 @@ def worker(args: argparse.Namespace) -> None:
     trainer.fit(module, data, ckpt_path=args.resume)
 
 
-def command(args: argparse.Namespace, kind: str, **changes: Any) -> list[str]:
-    """The command line of a run of `kind`."""
-    names = ("device", "shape", "steps", "prompts", "generations", "prompt_length", "new_tokens", "microbatch")
-    values = {name: getattr(args, name) for name in names} | changes
-    flags = itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in values.items())
-    return [sys.executable, __file__, "--kind", kind, *flags]
-
-
 def measure(args: argparse.Namespace, kind: str, folder: Path) -> dict[str, Any]:
     """Run and sum up: medians over the steps after the warm ones; seconds of the slowest rank."""
     out, begin = folder / f"{kind}.json", time.monotonic()
     steps = min(args.steps, ONE_GPU_STEPS) if kind == "one" else args.steps
     path = folder / f"{kind}.log"
     with path.open("w") as log:
-        done = subprocess.run(command(args, kind, out=out, steps=steps), stdout=log, stderr=subprocess.STDOUT)
+        command = worker_command(__file__, args, kind=kind, out=out, steps=steps)
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode:  # the other runs are worth their time all the same
         print(path.read_text()[-4000:], flush=True)
         return {"failed": f"exit code {done.returncode}, see {path}"}
@@ -156,7 +148,8 @@ def drill(args: argparse.Namespace, victim: int, folder: Path) -> dict[str, Any]
     small = {"shape": "tiny", "steps": 500, "prompts": 2, "generations": 4, "new_tokens": 32, "prompt_length": 16}
     root, path = folder / f"kill{victim}", folder / f"kill{victim}.log"
     with path.open("w") as log:
-        run = subprocess.Popen(command(args, "ddp", folder=root, **small), stdout=log, stderr=subprocess.STDOUT)
+        command = worker_command(__file__, args, kind="ddp", folder=root, **small)
+        run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     wait_for(lambda: "step 3:" in path.read_text() or run.poll() is not None, 240)
     if run.poll() is not None:
         print(path.read_text()[-4000:], flush=True)
@@ -175,7 +168,8 @@ def drill(args: argparse.Namespace, victim: int, folder: Path) -> dict[str, Any]
     (last,) = root.rglob("last.ckpt")
     saved = torch.load(last, weights_only=True, mmap=True)["global_step"]
     with (folder / f"resume{victim}.log").open("w") as log:
-        again = command(args, "ddp", folder=root / "again", resume=last, **(small | {"steps": saved + 2}))
+        small |= {"steps": saved + 2}
+        again = worker_command(__file__, args, kind="ddp", folder=root / "again", resume=last, **small)
         resumed = subprocess.run(again, stdout=log, stderr=subprocess.STDOUT).returncode == 0
     first = re.search(r"step (\d+):", (folder / f"resume{victim}.log").read_text())
     goes_on = resumed and first is not None and int(first[1]) == saved + 1

@@ -122,14 +122,18 @@ def medians(args: argparse.Namespace, steady: list[dict[str, float]]) -> dict[st
     return result
 
 
-def in_own_process(file: str, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What the worker of a bench writes to `--out`, called with the sizes of `args` and more options."""
+def worker_command(file: str, args: argparse.Namespace, **more: Any) -> list[str]:
+    """The command line of a bench's worker: the sizes of `args`, and more options or others."""
     names = ("device", "shape", "steps", "prompts", "generations", "prompt_length", "new_tokens", "microbatch")
+    options = {name: getattr(args, name) for name in names} | more
+    return [sys.executable, file, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+
+
+def in_own_process(file: str, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What the worker of a bench writes to `--out`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        options = {name: getattr(args, name) for name in names} | more | {"out": out}
-        flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        subprocess.run([sys.executable, file, *flags], check=True, stdout=sys.stderr)
+        subprocess.run(worker_command(file, args, **more, out=out), check=True, stdout=sys.stderr)
         return dict(json.loads(out.read_text()))
 
 

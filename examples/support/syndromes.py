@@ -37,9 +37,8 @@ import torch
 from torch import Tensor
 
 from trace_kernels import BlockFormat, pack_bits, unpack_bits
-from trace_kernels.formats import E2M1_VALUES, e2m1_bracket
-from trace_kernels.quantize import _E2M1Format
 from trace_kernels.round_values import Guide
+from trace_kernels.syndrome_decode import own_bits_reference
 from trace_lightning.probe.agreement import Arm
 from trace_lightning.quantization.guidance import GuidanceRecord
 from trace_lightning.quantization.rounding import GuidedRounding
@@ -182,21 +181,16 @@ class SyndromeRounding(GuidedRounding):
 
     def decoded(self, x: Tensor, fmt: BlockFormat, guide: Guide) -> Guide:
         """The guide as the trainer reads it: one row per guided token of `x`, with the bits it takes for sent."""
-        assert isinstance(fmt, _E2M1Format)
         tokens = (guide.row >= 0).nonzero().squeeze(-1)
         x, guide = x[tokens], replace(guide.followed(tokens), row=torch.full_like(guide.row, -1))
-        guide.row[tokens] = torch.arange(len(tokens), device=x.device)
-        padded = -(-x.shape[-1] // fmt.block_size) * fmt.block_size
-        outer = None if guide.outer is None else guide.outer.unsqueeze(-1)
-        scale = guide.scale
-        if guide.scale_bits:
-            scale = fmt.scale_from_parity(x, outer, unpack_bits(scale, padded // fmt.block_size))
-        own, distance = own_bits(fmt.normalize(x, scale, outer))
-        weight = (fmt.decode_scale(scale) * (1.0 if outer is None else outer)).sqrt().unsqueeze(-1)
-        cost = torch.nan_to_num(distance * weight, nan=0.0, posinf=0.0)
-        sent = unpack_bits(guide.codes, padded)
-        bits = self.code.decode(own.flatten(1), cost.flatten(1), self.code.syndrome(sent.flatten(1)))
-        return replace(guide, codes=pack_bits(bits.view_as(sent)))
+        rows = torch.arange(len(tokens), device=x.device)
+        guide.row[tokens] = rows
+        packed, cost = own_bits_reference(
+            x, rows, guide.scale, guide.outer, fmt.name, guide.per_token, guide.scale_bits
+        )
+        own, sent = (unpack_bits(bits, cost.shape[1]) for bits in (packed, guide.codes.flatten(1)))
+        bits = pack_bits(self.code.decode(own, cost, self.code.syndrome(sent)))
+        return replace(guide, codes=bits.view_as(guide.codes))
 
     @classmethod
     def bytes_per_token(cls, record: GuidanceRecord) -> float:
@@ -212,16 +206,6 @@ class SyndromeRounding(GuidedRounding):
             total += -(-bits // 8) + table.scale.nbytes / tokens
             total += table.outer is not None and site not in ("k", "v")
         return total
-
-
-def own_bits(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Parity bits (uint8) of nearest rounding of FP32 `z`, in units of its block scale, and distances to a flip.
-
-    A flip moves the code to the other end of its bracket, so the distance is that to the bracket's middle.
-    """
-    near, grid = e2m1_bracket(z), torch.tensor(E2M1_VALUES, device=z.device)
-    beyond = z.abs() - ((grid[1:] + grid[:-1]) / 2)[near.long()]
-    return ((near & 1) ^ (beyond > 0)).to(torch.uint8), beyond.abs()
 
 
 def syndrome_arms(parity: GuidanceConfig, every: list[str]) -> list[Arm]:
