@@ -59,7 +59,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 }
 MUSTS = {"W4A16KV4": 1.2, "W4A4KV4": 0.5}  # of the floor's maximum, for the arm `parity` without drift
 MOST_MISMATCH = 0.01
-SHORT = ("floor", "naive", "qat", "full", "parity", "six")  # arms under drift, and of the MXFP4 rollouts
+SHORT = ("floor", "naive", "qat", "full", "parity", "syndrome", "six")  # arms under drift, and of the MXFP4 rollouts
 
 
 def arms_of(formats: dict[str, Any], num_layers: int) -> list[Arm]:
