@@ -1,12 +1,13 @@
 """What two GPUs give over one: rollout, whole step, weight sync, memory; and what happens when a rank is killed.
 
-    NCCL_NVLS_ENABLE=0 python examples/bench_two_gpus.py --json two_gpus.json       two GPUs, about 7 minutes
+    NCCL_NVLS_ENABLE=0 python examples/bench_two_gpus.py --json two_gpus.json       two GPUs, about 9 minutes
     python examples/bench_two_gpus.py --device cpu --shape tiny --steps 3           the same over gloo, to try it
 
-One process, DDP and FSDP2 run in turn, each with the same prompts per rank, so the gain is the ratio of tokens per
-second (weak scaling). Weights are random and are drawn on the device: nothing is downloaded. Completions ignore EOS, so
-every run draws the same number of tokens. The drills kill a rank of a small DDP run with SIGKILL, wait for the end of
-all of them, and resume from the checkpoint. Ranks are started by Lightning; the file calls itself.
+One process, DDP, FSDP2 and FSDP2 with `keep_gathered` run in turn, each with the same prompts per rank, so the gain is
+the ratio of tokens per second (weak scaling). Weights are random and are drawn on the device: nothing is downloaded.
+Completions ignore EOS, so every run draws the same number of tokens. The drills kill a rank of a small DDP run with
+SIGKILL, wait for the end of all of them, and resume from the checkpoint. Ranks are started by Lightning; the file calls
+itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,17 @@ from trace_lightning.callbacks import Rollout, RunCheckpoint
 from trace_lightning.data import PromptDataModule
 from trace_lightning.models.sharding import Weights
 from trace_lightning.rollout.engine import LocalEngine
+from trace_lightning.strategy import FSDP2Strategy
 from trace_lightning.types import SamplingParams
 
 WARM_STEPS = 2  # kernels are compiled and graphs captured
 ONE_GPU_STEPS = 8  # enough for a median; that memory stays flat is looked at on several ranks
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "fsdp2": FSDP2Strategy,
+    "fsdp2_gathered": partial(FSDP2Strategy, keep_gathered=True),
+}
 ROLLOUT_GAIN, STEP_GAIN, END_SECONDS = 1.9, 1.7, 60.0
 FLAT_BYTES = 2**20
 
@@ -93,7 +103,7 @@ def worker(args: argparse.Namespace) -> None:
     trainer = pl.Trainer(
         accelerator=args.device,
         devices=1 if args.kind == "one" else 2,
-        strategy="auto" if args.kind == "one" else args.kind,
+        strategy=STRATEGIES[args.kind](),
         precision="32-true" if args.device == "cpu" else "bf16-mixed",
         max_steps=args.steps,
         callbacks=[rollout, meter, *keep],
@@ -227,7 +237,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt_length", type=int, default=None)
     parser.add_argument("--new_tokens", type=int, default=None)
     parser.add_argument("--microbatch", type=int, default=16384, help="padded tokens per micro-batch")
-    parser.add_argument("--runs", nargs="*", default=["one", "ddp", "fsdp2"])
+    parser.add_argument("--runs", nargs="*", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--kill", nargs="*", type=int, default=[1, 0], help="ranks to kill, one drill each")
     parser.add_argument("--json", default="two_gpus.json")
     parser.add_argument("--logs", default="two_gpus_logs", help="folder for the output of the runs")

@@ -31,7 +31,7 @@ from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.lora import LoraConfig, check_base, describe_base, import_peft
 from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer, policy_structure
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.models.sharding import is_sharded, shard_policy, whole
+from trace_lightning.models.sharding import free_after_backward, is_sharded, shard_policy, whole
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.ranks import together
 from trace_lightning.recipe import QuantRecipe
@@ -46,6 +46,7 @@ from trace_lightning.rollout.microbatch import MicroBatch, pad_plan, plan_microb
 from trace_lightning.rollout.objective import Objective
 from trace_lightning.rollout.reference import ReferenceConfig, ReferencePolicy
 from trace_lightning.rollout.scoring import score, score_all
+from trace_lightning.strategy import FSDP2Strategy
 from trace_lightning.trainer_checks import check_trainer, keep_numbers_wide
 from trace_lightning.types import RolloutBatch, SamplingParams
 
@@ -182,7 +183,11 @@ class PolicyModule(pl.LightningModule):
     def shard(self) -> None:
         """Cut the policy over the ranks, where the strategy is FSDP2."""
         if self.device_mesh is not None and self.policy is not None:
-            shard_policy(self.policy, self.device_mesh["data_parallel"])
+            shard_policy(self.policy, self.device_mesh["data_parallel"], keep_gathered=self._keeps_gathered)
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        return isinstance(self.trainer.strategy, FSDP2Strategy) and self.trainer.strategy.keep_gathered
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Of a policy with adapters keep these alone, and a note of what they were trained over."""
@@ -338,7 +343,7 @@ class PolicyModule(pl.LightningModule):
             for i, part in enumerate(plan):
                 micro = take(batch, part, self.device)
                 micro_old, micro_ref = (self._of(side, part, micro) for side in (old, ref))
-                with self._gradients(reduced=i == len(plan) - 1):
+                with self._gradients(last=i == len(plan) - 1):
                     loss = self._micro_loss(micro, micro_old, micro_ref, batch.sampling.temperature, counts)
                     # Ranks average their gradients; the loss is already divided by global counts.
                     self.manual_backward(loss * self.trainer.world_size)
@@ -351,10 +356,13 @@ class PolicyModule(pl.LightningModule):
         skipped = (~torch.isfinite(norm)).float()
         self.measured.add({"grad_norm": (norm, one), "skipped_steps": (skipped, one), "loss": (one * 0, one)})
 
-    def _gradients(self, *, reduced: bool) -> AbstractContextManager[Any]:
-        """Block in which DDP sums gradients over ranks, or leaves that to a later block. FSDP2 always sums."""
+    def _gradients(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Block of one micro-batch. DDP sums gradients over ranks in the last; FSDP2 always does."""
         strategy = self.trainer.strategy
-        return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) and not reduced else nullcontext()
+        if self._keeps_gathered:
+            assert self.policy is not None
+            free_after_backward(self.policy, last)
+        return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) and not last else nullcontext()
 
     def _guard(self, norm: Tensor) -> None:
         self._bad_steps = 0 if torch.isfinite(norm) else self._bad_steps + 1

@@ -22,11 +22,18 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         process_group_backend: `nccl` or `gloo`; default: what suits the device.
         timeout: how long a rank waits for the others in a collective.
+        keep_gathered: leave layers whole from the first micro-batch of an optimizer step to the last. They are then
+            gathered once per step, not twice per micro-batch; for that time every GPU holds all masters (4 bytes per
+            parameter), and none but its share of gradients and optimizer states.
     """
 
     def __init__(
-        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        keep_gathered: bool = False,
     ) -> None:
+        self.keep_gathered = keep_gathered
         super().__init__(
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,

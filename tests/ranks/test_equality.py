@@ -28,7 +28,7 @@ def run(folder: Path, variant: str, path: str, *kinds: str) -> dict[str, list[di
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    return run(tmp_path_factory.mktemp("plain"), "plain", "builtin:tiny-qwen3", "ddp", "fsdp2")
+    return run(tmp_path_factory.mktemp("plain"), "plain", "builtin:tiny-qwen3", "ddp", "fsdp2", "fsdp2_gathered")
 
 
 def check_same(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
@@ -42,13 +42,23 @@ def check_same(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(rank["state"][name], value, atol=TOLERANCE, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2_gathered"])
 def test_two_ranks_are_one_process(plain, kind: str) -> None:
     """Same completions token by token, same parameters after three steps; and they did move."""
     check_same(plain["one"][0], plain[kind])
     start = tiny_start()
     moved = max((plain["one"][0]["state"][name] - value).abs().max() for name, value in start.items())
     assert moved > 100 * TOLERANCE
+
+
+def test_layers_are_gathered_once_per_step_where_that_is_asked_for(plain) -> None:
+    """What a micro-batch finds in full: nothing, or all that the one before it in its step has left."""
+    for rank in (0, 1):
+        found = plain["fsdp2_gathered"][rank]["gathered"]
+        assert set(plain["fsdp2"][rank]["gathered"]) == {0}
+        assert len(found) > worker.STEPS
+        assert found.count(0) == worker.STEPS
+        assert set(found) == {0, 2}
 
 
 def tiny_start() -> dict[str, torch.Tensor]:

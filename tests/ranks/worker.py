@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from trace_lightning.module import PolicyModule
 from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.hf_decoder import HFDecoder
+from trace_lightning.strategy import FSDP2Strategy
 from trace_lightning.tasks import TwoDigitAddition
 from trace_lightning.types import SamplingParams
 
@@ -55,7 +57,11 @@ class UnevenSums(FewSums):
 
 
 class Sgd(PolicyModule):
-    """Plain SGD: the update is the gradient, so updates can be compared."""
+    """Plain SGD: the update is the gradient, so updates can be compared. Notes which layers each micro-batch finds."""
+
+    def _micro_loss(self, *args):
+        self.__dict__.setdefault("gathered", []).append(gathered_layers(self.policy))
+        return super()._micro_loss(*args)
 
     def configure_optimizers(self):
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
@@ -101,12 +107,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+STRATEGIES = {"fsdp2_gathered": partial(FSDP2Strategy, keep_gathered=True)}
+
+
 def make_trainer(kind: str, *callbacks: Callback, **settings: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return pl.Trainer(
         accelerator=os.environ.get("RANKS_ACCELERATOR", "cpu"),
         devices=world_size(),
-        strategy=kind if world_size() > 1 else "auto",
+        strategy=STRATEGIES.get(kind, lambda: kind)() if world_size() > 1 else "auto",
         enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=list(callbacks),
@@ -148,7 +157,7 @@ def equality(folder: Path, variant: str, path: str, *kinds: str) -> None:
         data = make_data()
         trainer.fit(module, data)
         trainer.validate(module, data, verbose=False)
-        found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics}
+        found = {"state": full_state(module), "drawn": keep.drawn, "metrics": keep.metrics, "gathered": module.gathered}
         torch.save(found, folder / f"{kind}_{trainer.global_rank}.pt")
 
 

@@ -31,14 +31,21 @@ from trace_lightning.models.layout import find_decoder_layers
 from trace_lightning.quantization.lora import adapter_parameters, lora_state, merged_names, merged_parts
 
 
-def shard_policy(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+def shard_policy(policy: PreTrainedModel, mesh: DeviceMesh, *, keep_gathered: bool = False) -> None:
     """Cut every decoder layer, and the rest of the model, over the ranks of a one-dimensional mesh, in place.
 
-    The parameters become `DTensor`s under the names they had; they move to the device of the mesh.
+    The parameters become `DTensor`s under the names they had; they move to the device of the mesh. With
+    `keep_gathered` layers stay whole after a forward pass until a backward pass that frees them: `free_after_backward`.
     """
     for layer in find_decoder_layers(policy)[1]:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keep_gathered)
     fully_shard(policy, mesh=mesh)
+
+
+def free_after_backward(policy: nn.Module, free: bool) -> None:
+    """Whether the next backward passes of a sharded policy leave its shards alone; of a plain one, nothing."""
+    if isinstance(policy, FSDPModule):
+        policy.set_reshard_after_backward(free)
 
 
 def is_sharded(policy: nn.Module) -> bool:

@@ -7,7 +7,7 @@ serves every other architecture through transformers' own modules.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -33,15 +33,21 @@ class Decoder(ABC):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, quantize: bool = True) -> None:
         """Take over weights under their Hugging Face names, in place; `quantize=False` keeps them as they are.
 
-        The `Weights` of a sharded policy are taken layer by layer, so that no more than one is there in full.
+        Raises:
+            ValueError: as `checked_parts`.
+        """
+        for tensors in self.checked_parts(weights):
+            self.load_part(tensors, quantize=quantize)
+
+    def checked_parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """What `load_part` takes, part by part; the `Weights` of a sharded policy have no more than one in full.
 
         Raises:
-            ValueError: if a weight that the decoder needs is missing, or one is unknown; nothing is changed then.
+            ValueError: if a weight that the decoder needs is missing, or one is unknown; before the first part.
         """
         names, parts = parts_of(weights)
         check_names(names, self.needed_names(), self.model)
-        for tensors in parts:
-            self.load_part(tensors, quantize=quantize)
+        return parts
 
     @abstractmethod
     def needed_names(self) -> set[str]:

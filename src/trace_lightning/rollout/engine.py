@@ -222,23 +222,28 @@ class LocalEngine(RolloutEngine):
         self._version = version
 
     def _copy_weights(self, weights: Weights | list[tuple[str, Tensor]]) -> None:
-        """Masters to snapshot, and K/V outer scales to the cache: over a thousand launches, so a graph on a GPU."""
+        """Masters to snapshot, and K/V outer scales to the cache: over a thousand launches, so graphs on a GPU."""
+        memory = self._workspace
+
+        def renew_outer() -> None:
+            memory.renew_outer(self.decoder)
 
         def copy() -> None:
             self.decoder.load_weights(weights)
-            self._workspace.renew_outer(self.decoder)
+            renew_outer()
 
-        moving = isinstance(weights, Weights) and weights.temporary
-        if moving or not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
+        if not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
             copy()
             return
+        if isinstance(weights, Weights) and weights.temporary:
+            memory.staged_sync.load_weights(self.decoder, weights, renew_outer)
+            return
         masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in weights)
-        kv, graph = self._workspace.kv, self._workspace.sync_graph
-        key = (masters, None if kv is None else kv.layers[0][0].data.data_ptr())
+        key = (masters, None if memory.kv is None else memory.kv.layers[0][0].data.data_ptr())
         if key != self._sync_key:
-            graph.clear()  # the masters or the cache have moved
+            memory.sync_graph.clear()  # the masters or the cache have moved
             self._sync_key = key
-        graph.run(key, copy)
+        memory.sync_graph.run(key, copy)
 
     @torch.no_grad()
     def generate(

@@ -4,7 +4,9 @@
     state      the rows of the sequences that decode
     steps      the rows into which graphed decode steps write their rounding, once a call is recorded
     prefixes   which rows share a prompt, where sharing pays
-    graphs     decode steps         sync_graph   the weight sync, which renews the outer scales in `kv`
+    graphs     decode steps
+    sync_graph, staged_sync         the weight sync, which renews the outer scales in `kv` (staged_sync.py: of weights
+                                    that lie elsewhere each time)
 
 Each is kept while it is large enough. A graph reads and writes at the addresses it was captured with, so whatever is
 made anew takes with it the graphs that refer to it; the next call captures them again. Memory is freed first and
@@ -22,6 +24,7 @@ from trace_lightning.rollout.decoder import Decoder
 from trace_lightning.rollout.graphs import GraphCache, row_bucket
 from trace_lightning.rollout.kv_pool import PagedKV, PagePool
 from trace_lightning.rollout.prefixes import MIN_SHARED_TOKENS, PrefixTable
+from trace_lightning.rollout.staged_sync import StagedSync
 from trace_lightning.types import Prompt, SamplingParams
 
 _MAX_DISTRIBUTIONS = 4  # of training, evaluation, and two to spare
@@ -36,7 +39,7 @@ class Workspace:
     ) -> None:
         self.max_num_seqs, self.page_size = max_num_seqs, page_size
         self.kv_cache_tokens, self.memory_fraction = kv_cache_tokens, memory_fraction
-        self.graphs, self.sync_graph = GraphCache(), GraphCache()
+        self.graphs, self.sync_graph, self.staged_sync = GraphCache(), GraphCache(), StagedSync()
         self._distributions: set[tuple[float, ...]] = set()  # that graphs may have been captured for
         self.release()
 
@@ -56,11 +59,15 @@ class Workspace:
     def release(self) -> None:
         """Give back all memory."""
         self.graphs.clear()
-        self.sync_graph.clear()
+        self._forget_syncs()
         self.kv: PagedKV | None = None
         self.state: DecodeState | None = None
         self.steps: StepRecorder | None = None
         self.prefixes: PrefixTable | None = None
+
+    def _forget_syncs(self) -> None:
+        self.sync_graph.clear()
+        self.staged_sync.clear()
 
     def forget_steps(self) -> None:
         """Other sites are recorded from now on, in rows of another width."""
@@ -95,7 +102,7 @@ class Workspace:
         if held:
             self.kv = None  # free the smaller one first
             self.graphs.clear()
-            self.sync_graph.clear()  # it writes to the outer scales of before
+        self._forget_syncs()  # they write to the outer scales of the cache of before, or of none
         self.kv = self._new_kv(decoder, max(wanted, self.page_size))
         self.renew_outer(decoder)
         return PagePool(self.kv.num_pages, self.page_size)
