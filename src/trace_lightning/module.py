@@ -31,7 +31,7 @@ from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.lora import LoraConfig, check_base, describe_base, import_peft
 from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer, policy_structure
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.models.sharding import free_after_backward, is_sharded, shard_policy, whole
+from trace_lightning.models.sharding import clip_gradients, free_after_backward, is_sharded, shard_policy
 from trace_lightning.quantization.lora import adapter_parameters
 from trace_lightning.ranks import together
 from trace_lightning.recipe import QuantRecipe
@@ -244,6 +244,9 @@ class PolicyModule(pl.LightningModule):
             lr=self.learning_rate,
             betas=self.betas,
             weight_decay=self.weight_decay,  # type: ignore[arg-type]
+            # On GPUs one kernel, without a temporary of the size of the weights; shards (DTensors) would be updated
+            # one by one otherwise. A CPU keeps torch's default.
+            fused=parameters[0].device.type == "cuda" or None,
         )
         settings: Any = {"decay": self.lr_decay, "max_steps": self.trainer.max_steps}
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -347,7 +350,7 @@ class PolicyModule(pl.LightningModule):
                     loss = self._micro_loss(micro, micro_old, micro_ref, batch.sampling.temperature, counts)
                     # Ranks average their gradients; the loss is already divided by global counts.
                     self.manual_backward(loss * self.trainer.world_size)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
+        norm = clip_gradients(self.policy, self.max_grad_norm)
         self._guard(norm)
         if torch.isfinite(norm):
             optimizer.step()

@@ -2,7 +2,7 @@
 
     rollout   sync, prefill, decode: trainer state + snapshot + KV pool + work of the engine
     train     a micro-batch: trainer state + what the engine keeps + weight copies + activations + a chunk of logits
-    step      AdamW: trainer state + what the engine keeps + one temporary
+    step      AdamW, one kernel in place: trainer state + what the engine keeps
 
 Gradients live until the next step begins, so through the rollout as well; the KV pool is sized at the first rollout,
 when neither they nor AdamW's moments exist yet. With `max_version_diff=1` the engine draws while the trainer works: all
@@ -89,7 +89,6 @@ def trainer_items(plan: Plan) -> Iterator[Item]:
     if plan.gpus > 1:
         yield Item("DDP buckets", "trainer", params * width)
     yield Item("AdamW moments", "trainer", 2 * params * width)
-    yield Item("AdamW temporary", "trainer", params * width, ("step",))
     if reference_bytes(plan):
         yield Item(f"reference, {plan.reference.upper()}", "trainer", reference_bytes(plan))
     yield Item("weight copies, BF16", "trainer", copied_bytes(plan), ("train",))
