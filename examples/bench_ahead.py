@@ -1,10 +1,11 @@
 """What drawing one rollout ahead gives: seconds of a step with `rollout.max_version_diff` 0 and 1, and their ratio.
 
-    python examples/bench_ahead.py --json ahead.json                   one GPU, 1.7B shape, about 2 minutes
+    python examples/bench_ahead.py --json ahead.json                   one GPU, 1.7B shape, about 3 minutes
     python examples/bench_ahead.py --device cpu --shape tiny           to try it
 
-Both runs have the same prompts, seeds, corrections and number of tokens, one after the other, each in a process of its
-own. The gain is bounded by (rollout + train) / max(rollout, train): what is left of it after both have shared the GPU.
+All runs have the same prompts, seeds, corrections and number of tokens, one after the other, each in a process of its
+own: on-policy; ahead, where both sides share all SMs of the GPU; and ahead with SMs for each (`rollout.ahead_sms`; not
+on a CPU). The gain is bounded by (rollout + train) / max(rollout, train), of the first run.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ def worker(args: argparse.Namespace) -> None:
     """One run; its medians go to `args.out`."""
     pl.seed_everything(0)
     sampling, meter = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True), Meter()
-    rollout = Rollout(
-        sampling=sampling, num_generations=args.generations, reward_workers=0, max_version_diff=args.max_version_diff
-    )
+    ahead = {"max_version_diff": args.max_version_diff, "ahead_sms": args.ahead_sms}
+    rollout = Rollout(sampling=sampling, num_generations=args.generations, reward_workers=0, **ahead)
     run_steps(args, args.steps, rollout, meter, corrections=[TIS()])
     # The last step has nothing to draw beside it.
     result = medians(args, meter.steps[min(WARM_STEPS, args.steps - 2) : -1])
@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     size_options(parser)
     parser.add_argument("--steps", type=int, default=8, help="of each run, at least 3; medians leave the first 3 out")
+    parser.add_argument("--ahead_sms", type=int, help="of the last run; default: as `rollout.ahead_sms`")
     parser.add_argument("--max_version_diff", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps < 3:
@@ -73,13 +74,17 @@ def main() -> None:
     if args.out:
         worker(args)
         return
-    runs = {f"max_version_diff={diff}": in_own_process(__file__, args, max_version_diff=diff) for diff in (0, 1)}
-    before, after = runs.values()
+    ahead = {"max_version_diff": 1}
+    runs = {"on-policy": {"max_version_diff": 0}, "ahead, SMs shared": ahead | {"ahead_sms": 0}}
+    if args.device == "cuda":
+        runs["ahead, SMs cut"] = ahead | ({} if args.ahead_sms is None else {"ahead_sms": args.ahead_sms})
+    found = {name: in_own_process(__file__, args, **options) for name, options in runs.items()}
+    before = found["on-policy"]
     phases = before["rollout_s"] + before["reward_s"], before["train_s"]
     result = {
         **settings_of(args, "max_version_diff"),
-        "runs": runs,
-        "gain": before["step_s"] / after["step_s"],
+        "runs": found,
+        "gain": {name: before["step_s"] / run["step_s"] for name, run in found.items()},
         "bound": sum(phases) / max(phases),
     }
     text = json.dumps(result, indent=1)

@@ -26,6 +26,7 @@ from trace_lightning.rl import TIS
 from trace_lightning.rollout.ahead import DrawingStopped
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.refill import DynamicSampling
+from trace_lightning.rollout.sm_partition import partition_of
 from trace_lightning.tasks import TwoDigitAddition
 from trace_lightning.types import SamplingParams
 
@@ -33,6 +34,8 @@ RECIPE = QuantRecipe(
     weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=GuidanceConfig(mode="parity", audit_sequences=4)
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# What is drawn on some of a GPU's SMs, and on all of them.
+SMS = [("cpu", None), pytest.param("cuda", None, marks=pytest.mark.gpu), pytest.param("cuda", 0, marks=pytest.mark.gpu)]
 SIX = {"attn_in", "o_in", "mlp_in", "down_in", "k", "v"}
 
 
@@ -137,11 +140,13 @@ def test_an_update_equals_that_of_an_explicit_simulation() -> None:
     assert found.versions == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_completions_come_from_the_weights_before(device: str) -> None:
+@pytest.mark.parametrize(("device", "sms"), SMS)
+def test_completions_come_from_the_weights_before(device: str, sms: int | None) -> None:
     """Drawn again after the run by an engine of its own: tokens, log-probs and record, while the trainer moved on."""
     keep = Keep()
-    module = fit(make_rollout(), keep, max_steps=4, accelerator="gpu" if device == "cuda" else "cpu", devices=1)
+    module = fit(
+        make_rollout(ahead_sms=sms), keep, max_steps=4, accelerator="gpu" if device == "cuda" else "cpu", devices=1
+    )
     engine = LocalEngine(verify=False)  # it would compare with the weights of the end
     policy = copy.deepcopy(module.policy).to(device)
     engine.setup(policy, module.tokenizer, RECIPE, dtype=torch.float32)
@@ -176,6 +181,38 @@ def test_prompts_are_those_of_mode_0_and_nothing_is_drawn_for_nobody(device: str
     fit(make_rollout(engine=engine), max_steps=2, max_epochs=-1)
     assert engine.calls == 2
     assert drawing_threads() == []
+
+
+@pytest.mark.gpu
+def test_on_parts_of_a_gpu_a_run_draws_what_it_draws_on_all_of_it() -> None:
+    """Completions and rewards of two epochs with a validation after each, and which stream everybody was on."""
+    pytest.importorskip("cuda.bindings", reason="needs the package cuda-bindings, which CUDA builds of torch bring")
+    default, drawn = torch.cuda.current_stream(), {}
+    parts = partition_of(default.device, None)
+
+    class OnStreams(Counting):
+        def generate(self, *args, **kwargs):
+            streams.append(torch.cuda.current_stream())
+            return super().generate(*args, **kwargs)
+
+    class KeepStreams(Keep):
+        def on_train_batch_end(self, *args):
+            trainers.add(torch.cuda.current_stream())
+            super().on_train_batch_end(*args)
+
+    for sms in (0, None):
+        keep, engine, streams, trainers = KeepStreams(), OnStreams(), [], set()
+        rollout = make_rollout(engine=engine, ahead_sms=sms, sampling=SamplingParams(max_new_tokens=12))
+        fit(rollout, keep, max_epochs=2, limit_val_batches=1, accelerator="gpu", devices=1)
+        assert engine._workspace.graphs.num_replays > 0
+        assert torch.cuda.current_stream() == default
+        drawn[sms] = [([c.token_ids for c in batch.completions], batch.rewards_B.tolist()) for batch in keep.batches]
+        assert trainers == {default if sms == 0 else parts.trainer}
+        # Before the first step, and in both validations, the trainer waits.
+        ahead = [stream for call, stream in enumerate(streams) if call not in (0, 4, 7)]
+        assert set(ahead) == {streams[0] if sms == 0 else parts.rollout}
+        assert {streams[0], streams[4], streams[7]}.isdisjoint({default, parts.rollout, parts.trainer})
+    assert drawn[None] == drawn[0]
 
 
 def test_with_refills_all_of_a_batch_is_of_one_version() -> None:
@@ -246,6 +283,7 @@ def test_ctrl_c_leaves_no_thread_and_keeps_the_checkpoint(tmp_path: Path) -> Non
     ("settings", "message"),
     [
         ({"max_version_diff": 2}, "max_version_diff=2: 0 draws"),
+        ({"ahead_sms": -8}, "ahead_sms=-8: a number of SMs"),
         ({"engine": LocalEngine(keep_snapshot=False)}, "keep_snapshot=false gives"),
     ],
 )

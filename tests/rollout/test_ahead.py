@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -11,6 +12,7 @@ import torch
 from trace_lightning.quantization.guidance import GuidanceRecord, SiteTable
 from trace_lightning.recipe import GuidanceConfig
 from trace_lightning.rollout.ahead import Ahead, DrawingStopped, hand_over
+from trace_lightning.rollout.sm_partition import SMPartition
 
 CPU = torch.device("cpu")
 
@@ -80,6 +82,60 @@ def test_stop_ends_what_is_in_flight_at_its_next_check(ahead: Ahead) -> None:
     assert ended == [True]
     assert not ahead.in_flight
     ahead.run(lambda: ahead.check(), CPU)  # another run begins
+
+
+class Stream:
+    """A stream that keeps the names of those it waited for, and how often it was waited for."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name: str) -> None:
+        self.name, self.waited, self.dried = name, [], 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.name)
+
+    def synchronize(self) -> None:
+        self.dried += 1
+
+
+def test_the_trainer_stays_on_its_part_and_a_drawing_it_waits_for_has_all_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every change of stream waits for the one before, and a second run begins where the first one began."""
+    default, whole, rollout, trainer = map(Stream, ("default", "whole", "rollout", "trainer"))
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def on(stream: Stream):
+        current.stream = stream
+        yield
+
+    for name, fake in {
+        "Stream": lambda device: whole,
+        "current_stream": lambda device: current.stream,
+        "set_stream": lambda stream: setattr(current, "stream", stream),
+        "stream": on,
+        "device": lambda device: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    current.stream, ahead, seen = default, Ahead(), []
+    draw = lambda: seen.append(current.stream.name)  # noqa: E731
+    for _ in range(2):
+        ahead.run(draw, Stream.device)  # a validation before the first step
+        ahead.enter(SMPartition(rollout, trainer, 32, 100))
+        assert current.stream is trainer
+        ahead.run(draw, Stream.device)
+        ahead.begin(draw, Stream.device)
+        ahead.end()
+        assert current.stream is trainer
+        ahead.stop()
+        ahead.stop()
+        assert current.stream is default
+    assert seen == 2 * ["whole", "whole", "rollout"]
+    assert whole.waited == 2 * ["default", "trainer"]
+    assert rollout.waited == 2 * ["trainer"]
+    assert trainer.waited == 2 * ["default"]
+    assert default.waited == 2 * ["trainer"]
+    assert (whole.dried, rollout.dried) == (4, 2)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from trace_lightning.rollout.graphs import BUCKETS, GraphCache, length_bucket, row_bucket
 
@@ -51,6 +52,21 @@ def test_a_cleared_cache_starts_anew(cache: GraphCache) -> None:
     assert (len(cache), cache.num_replays) == (0, 0)
     cache.run("shape", lambda: None)
     assert len(cache) == 0
+
+
+def test_every_stream_has_graphs_of_its_own(cache: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels would run on the SMs of another; the default stream's are captured on one of torch's."""
+    streams = iter(["default", "default", "part", "part", "part", "default"])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(streams))
+    lengths = []
+    for _ in range(6):
+        cache.run("shape", lambda: None)
+        lengths.append(len(cache))
+    assert lengths == [0, 1, 1, 2, 2, 2]
+    assert cache.num_replays == 4
+    assert [stream for stream, _ in cache._graphs] == [None, "part"]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17, 511, 512, 513, 640, 641])

@@ -47,6 +47,7 @@ from trace_lightning.rollout.base import Generation, RolloutEngine
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.microbatch import collate_rollout
 from trace_lightning.rollout.refill import DynamicSampling
+from trace_lightning.rollout.sm_partition import SMPartition, partition_of
 from trace_lightning.types import RolloutBatch, SamplingParams, TurnLimits
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Rollout(Callback):
         turns: limits of conversations, where the task has environments; default: `TurnLimits()`.
         max_version_diff: 0 draws every training batch from the weights that it trains; 1 draws it while the batch
             before trains, from the weights that one started from. Needs corrections (`model.corrections`).
+        ahead_sms: SMs of a GPU that draw such a batch while the others train, a multiple of 8; default: about a
+            quarter (32 of an H200's 132); 0 has both share all SMs. Of no effect on a CPU.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.
@@ -100,11 +103,17 @@ class Rollout(Callback):
         dynamic_sampling: DynamicSampling | None = None,
         turns: TurnLimits | None = None,
         max_version_diff: int = 0,
+        ahead_sms: int | None = None,
     ) -> None:
         if max_version_diff not in (0, 1):
             raise ValueError(
                 f"rollout.max_version_diff={max_version_diff}: 0 draws from the weights that are trained, 1 while the "
                 "batch before trains; the engine holds one snapshot, so there is no more"
+            )
+        if ahead_sms is not None and ahead_sms < 0:
+            raise ValueError(
+                f"rollout.ahead_sms={ahead_sms}: a number of SMs, 0 to share all of them with training, or null for "
+                "about a quarter"
             )
         for name, value in {"num_generations": num_generations, "num_generations_eval": num_generations_eval}.items():
             if value < 1:
@@ -115,7 +124,8 @@ class Rollout(Callback):
         self.eval_sampling = eval_sampling or dataclasses.replace(sampling, record_logprobs=0)
         self.num_generations, self.num_generations_eval = num_generations, num_generations_eval
         self.mask_truncated_completions = mask_truncated_completions
-        self.dynamic_sampling, self.turns, self.max_version_diff = dynamic_sampling, turns, max_version_diff
+        self.dynamic_sampling, self.turns = dynamic_sampling, turns
+        self.max_version_diff, self.ahead_sms = max_version_diff, ahead_sms
         self._conversations = TaskConversations(turns)
         self._values = StepValues(ahead=max_version_diff > 0, refills=dynamic_sampling is not None)
         self.scorers = Scorers(rewards, reward_weights, reward_workers, reward_time_limit)
@@ -127,6 +137,7 @@ class Rollout(Callback):
         self._synced_at = -1
         self._widened = False
         self._ahead = Ahead()
+        self._partition: SMPartition | None = None
         self._failures: dict[str, float] = {}  # of rewards, up to the batch that trains
         self._signals = StopSignals()
         self._watch: ParentWatch | None = None
@@ -151,6 +162,7 @@ class Rollout(Callback):
                 check_refills(trainer, self.engine, self.num_generations)
             if self.max_version_diff:
                 check_engine(self.engine)
+                self._partition = partition_of(trainer.strategy.root_device, self.ahead_sms)
                 if trainer.is_global_zero:
                     warn_if_uncorrected(pl_module)
         self.scorers.setup(task_of(trainer))
@@ -181,6 +193,7 @@ class Rollout(Callback):
         """From here on several ranks stop together."""
         if self.max_version_diff:
             check_loader(trainer)
+            self._ahead.enter(self._partition)
         self._signals.install(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,11 +6,20 @@
 The engine owns its snapshot, so the trainer's updates do not reach what is being drawn, and weights are handed over
 between `end` and `begin`, when nobody draws. What a drawing raises is raised by `end`, in the trainer's thread.
 
-On a GPU the thread draws on a stream of its own. `begin` lets this stream wait for what the trainer's stream was given
-so far (the weights), and a drawing counts as ended when its stream has run dry, so `end` leaves nothing to wait for.
+On a GPU the thread draws on a stream of its own, and the SMs are cut in two where they can be (sm_partition.py):
+
+    trainer's thread    its part of the SMs from `enter` to `stop`, whether somebody draws beside it or not
+    drawn beside it     the rollout's part
+    drawn in between    all SMs, on an ordinary stream: the trainer waits
+
+The trainer's thread does not change back between two drawings: torch's allocator keeps freed memory by stream, and
+would keep a step's twice. A drawing's stream waits for what the trainer's stream was given so far (the weights), and
+a drawing counts as ended when its stream has run dry, so `end` leaves nothing to wait for.
+
 Every drawing, one that the trainer waits for included, goes through the thread: whatever the engine frees while it
-draws was then allocated for the same stream. The record of guidance is what the trainer's stream reads of it
-(`hand_over`). Graphs are captured in the thread under the capture mode that lets other threads be (graphs.py).
+draws was then allocated for the same stream, or for one whose drawing has ended. The record of guidance is what the
+trainer's stream reads of it (`hand_over`). Graphs are captured in the thread, for the stream that it draws on, under
+the capture mode that lets other threads be (graphs.py).
 
 What was left out: more than one rollout in flight (older completions, and a second snapshot), and a process instead of
 a thread: between two looks at the device the engine's thread waits without holding the interpreter.
@@ -26,6 +35,7 @@ from typing import Any
 import torch
 
 from trace_lightning.quantization.guidance import GuidanceRecord
+from trace_lightning.rollout.sm_partition import SMPartition
 
 Draw = Callable[[], None]
 _LOOK_UP_SECONDS = 0.5
@@ -41,7 +51,9 @@ class Ahead:
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._drawing: Future[None] | None = None
-        self._stream: Any = None
+        self._whole: Any = None  # a stream that has all SMs
+        self._partition: SMPartition | None = None
+        self._before: Any = None  # the stream that the trainer's thread was on before `enter`
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
         self._stopped = False  # no Event: callbacks are pickled by launchers that spawn
@@ -56,26 +68,37 @@ class Ahead:
         """Whether the caller draws while the trainer works: what is shown then belongs to the trainer."""
         return threading.current_thread() is self._thread and not self._is_waited_for
 
+    def enter(self, partition: SMPartition | None) -> None:
+        """Move the caller's thread, the trainer's, to its part of the SMs until `stop`; None shares all of them."""
+        if partition is not None:
+            self._partition = partition
+            self._before = torch.cuda.current_stream(partition.trainer.device)
+            _change(self._before, partition.trainer)
+
     def begin(self, draw: Draw, device: torch.device) -> None:
         """Start `draw` in the thread, after all that was given to the current stream of `device`."""
+        self._submit(draw, device, None if self._partition is None else self._partition.rollout)
+
+    def _submit(self, draw: Draw, device: torch.device, stream: Any) -> None:
         assert self._drawing is None, "one drawing at a time: the engine holds one snapshot"
         if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._whole = self._whole or torch.cuda.Stream(device)
+            stream = stream or self._whole
+            stream.wait_stream(torch.cuda.current_stream(device))
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="rollout-ahead")
         self._stopped = False
-        self._drawing = self._executor.submit(self._run, draw)
+        self._drawing = self._executor.submit(self._run, draw, stream)
 
-    def _run(self, draw: Draw) -> None:
+    def _run(self, draw: Draw, stream: Any) -> None:
         self._thread = threading.current_thread()
-        if self._stream is None:
+        if stream is None:
             draw()
             return
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             try:
                 draw()
             finally:
-                self._stream.synchronize()
+                stream.synchronize()
 
     def end(self) -> None:
         """Wait for the drawing in flight; raises what it raised."""
@@ -91,9 +114,9 @@ class Ahead:
             self._is_waited_for, self._drawing = False, None
 
     def run(self, draw: Draw, device: torch.device) -> None:
-        """`draw` in the thread, while the trainer waits."""
+        """`draw` in the thread with all SMs, while the trainer waits."""
         self._is_waited_for = True
-        self.begin(draw, device)
+        self._submit(draw, device, None)
         self.end()
 
     def check(self) -> None:
@@ -106,11 +129,23 @@ class Ahead:
             raise DrawingStopped
 
     def stop(self) -> None:
-        """End the thread, and with it what is in flight: nobody takes it, so what it raised is dropped as well."""
+        """End the thread, and with it what is in flight: nobody takes it, so what it raised is dropped as well.
+
+        Called by the trainer's thread, which then has all SMs again.
+        """
         self._stopped = True
         if self._executor is not None:
             self._executor.shutdown()
         self._executor = self._drawing = self._thread = None
+        if self._partition is not None:
+            _change(self._partition.trainer, self._before)
+            self._partition = self._before = None
+
+
+def _change(old: Any, new: Any) -> None:
+    """Have the caller's thread go on with another stream, after all that it gave to the one before."""
+    new.wait_stream(old)
+    torch.cuda.set_stream(new)
 
 
 def hand_over(record: GuidanceRecord | None) -> None:

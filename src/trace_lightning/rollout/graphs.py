@@ -6,7 +6,8 @@ A graph replays them all with one call. It fixes addresses and shapes, so a step
     (rows rounded up to a bucket, longest context rounded up, how tokens are drawn, whether prompts are shared)
 
 and reads everything else, the weights included, from memory that stays where it is. The first step of a new shape runs
-without a graph: it compiles what has to be compiled, which must not happen during a capture.
+without a graph: it compiles what has to be compiled, which must not happen during a capture. The kernels of a graph run
+on the SMs that the stream of its capture has (sm_partition.py), so every stream that steps are given to has its own.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class GraphCache:
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Do `step` once: from its graph, else capturing it, else, the first time, as it is."""
+        key = (_stream_to_capture(), key)
         if key not in self._graphs:
             if key not in self._seen:
                 step()
@@ -65,6 +67,15 @@ class GraphCache:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # The trainer may be at work in another thread (rollout/ahead.py): what it does must not end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        stream = _stream_to_capture()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             step()
         return graph
+
+
+def _stream_to_capture() -> Any:
+    """The current stream; None for the default one, which cannot be captured: torch has an ordinary one for it."""
+    if not torch.cuda.is_initialized():
+        return None
+    stream = torch.cuda.current_stream()
+    return None if stream == torch.cuda.default_stream() else stream
