@@ -81,6 +81,15 @@ def test_metrics_are_those_of_the_union(plain, kind: str) -> None:
                     assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def test_metrics_of_one_collective_are_torchmetrics_own(tmp_path) -> None:
+    launch.run(worker.metrics_together, 2, tmp_path, tmp_path)
+    for rank in (0, 1):
+        expected, found, again, gathers = torch.load(tmp_path / f"metrics_{rank}.pt")
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
+        torch.testing.assert_close(again, expected, atol=0, rtol=0)
+        assert gathers == 2, "one for each call"
+
+
 def test_untied_heads_frozen_parts_recomputation_and_the_other_decoder(tmp_path) -> None:
     """FSDP2 with all that could be gathered wrongly: a head of its own, groups in which nothing is trained, ..."""
     path = tmp_path / "llama"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import os
@@ -25,6 +26,10 @@ from own_rewards import HangsOnce
 from trace_lightning.callbacks import HFExport, Rollout, RunCheckpoint
 from trace_lightning.cli import main
 from trace_lightning.data import PromptDataModule
+from trace_lightning.metrics import CompletionMetrics
+from trace_lightning.metrics.divergence import DivergenceMetrics
+from trace_lightning.metrics.positions import PositionMetrics
+from trace_lightning.metrics.together import compute_together
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.sharding import Weights, shard_policy, whole
 from trace_lightning.module import PolicyModule
@@ -450,3 +455,22 @@ def ten_steps(folder: Path, *kinds: str) -> None:
         trainer = make_trainer(kind, make_rollout(), count, max_steps=10)
         trainer.fit(module, make_data(batch_size=1))
         torch.save(count.counts, folder / f"{kind}_{trainer.global_rank}.pt")
+
+
+def metrics_together(folder: Path) -> None:
+    """Metrics of unlike states, some of them empty on rank zero: one by one as torchmetrics does it, and together."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    metrics = [CompletionMetrics(), DivergenceMetrics(), PositionMetrics(), CompletionMetrics()]
+    logprobs = -torch.rand(2, 3, 40, generator=torch.Generator().manual_seed(rank))
+    metrics[0].update(torch.tensor([3, 4 + rank]), torch.tensor([True, False]))
+    for metric in metrics[1:3]:
+        metric.update(*logprobs, torch.ones(3, 40, dtype=torch.bool))
+    if rank:
+        metrics[3].update(torch.tensor([9]), torch.tensor([True]))
+    gathers, gather = [], torch.distributed.all_gather
+    expected = [metric.compute() for metric in copy.deepcopy(metrics)]
+    torch.distributed.all_gather = lambda *arguments: (gathers.append(1), gather(*arguments))
+    found = compute_together(metrics)
+    again = compute_together(metrics)
+    torch.save((expected, found, again, len(gathers)), folder / f"metrics_{rank}.pt")

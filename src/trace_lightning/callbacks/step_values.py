@@ -14,6 +14,7 @@ import torch
 
 from trace_lightning.metrics import CompletionMetrics, RewardMetrics, ThroughputMetrics, TurnMetrics
 from trace_lightning.metrics.tally import RankMeans
+from trace_lightning.metrics.together import compute_together
 from trace_lightning.module import PolicyModule
 from trace_lightning.types import RolloutBatch
 
@@ -51,8 +52,8 @@ class StepValues:
         drawn = int(lengths.sum()) + int(batch.stats.get("dynamic_sampling/dropped_tokens", 0))
         metrics[2].update(drawn, **self._seconds(batch))
         values: dict[str, Any] = {}
-        for metric in metrics:
-            values |= metric.compute()
+        for metric, found in zip(metrics, compute_together(metrics), strict=True):
+            values |= found
             metric.reset()
         values |= self._counts(trainer, batch, drawn, failures)
         observe = getattr(getattr(trainer, "datamodule", None), "observe", None)  # of a PromptDataModule

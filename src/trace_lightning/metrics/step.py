@@ -4,7 +4,7 @@
     begin_update   one optimizer step more: the audit of guidance is kept for each
     add            sums and counts of a micro-batch, or of an update
     compare        trainer against rollout, while both still have the same weights
-    compute        two reductions over the ranks, and the values to log
+    compute        three collectives over the ranks, and the values to log
 
 Sums and counts are kept, never means: micro-batches and ranks differ in size, and what no rank measured stays absent.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trace_lightning.metrics.audit import audit_metrics, inner_step_metrics
 from trace_lightning.metrics.divergence import DivergenceMetrics
 from trace_lightning.metrics.positions import PositionMetrics
+from trace_lightning.metrics.together import compute_together
 from trace_lightning.quantization.guidance import Key, MismatchCounts
 from trace_lightning.rl.losses import SumCount, merge_metrics
 from trace_lightning.types import RolloutBatch
@@ -71,8 +72,9 @@ class StepMetrics(nn.Module):
         values: dict[str, Tensor | float] = {
             name: total / count for name, (total, count) in zip(merged, sums, strict=True) if count > 0
         }
-        values |= self.divergence.compute()
-        self.position_sums = self.positions.compute().tolist()
+        divergence, positions = compute_together([self.divergence, self.positions])
+        self.position_sums = positions.tolist()
+        values |= divergence
         return values | self._guidance(batch, reduce, device)
 
     def _guidance(
