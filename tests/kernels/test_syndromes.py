@@ -15,11 +15,12 @@ from numerics import assert_bit_equal
 from trace_kernels import NVFP4, get_format, pack_bits, unpack_bits
 from trace_kernels import cheapest_flips as flips_file
 from trace_kernels.cheapest_flips import cheapest_flips, cheapest_flips_reference, cheapest_flips_triton
-from trace_kernels.round_values import round_values
+from trace_kernels.round_values import Guide, round_values
 from trace_kernels.syndrome_decode import (
-    decode_guide,
+    decode_bits,
     flip_bits_reference,
     flip_bits_triton,
+    guide_by_bits,
     own_bits_reference,
     own_bits_triton,
 )
@@ -30,6 +31,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def bits_of(flips: Tensor, width: int) -> Tensor:
     return ((flips.unsqueeze(-1) >> torch.arange(3, dtype=torch.uint8, device=flips.device)) & 1).flatten(1)[:, :width]
+
+
+def decode_guide(x: Tensor, guide: Guide, fmt: Any) -> Guide:
+    return guide_by_bits(guide, decode_bits(x, guide, fmt))
 
 
 @pytest.mark.parametrize("device", DEVICES)
