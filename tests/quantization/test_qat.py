@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -377,7 +378,9 @@ class TestBitsFoundOnce:
             found.clear()
             loss = final_hidden(policy, scorer.token_ids(), GuidedRounding(scorer.guidance())).square().sum()
             counts = [len(found), self.alive(found)]
-            loss.backward()
+            backward = threading.Thread(target=loss.backward)  # autograd gives each GPU a thread
+            backward.start()
+            backward.join()
             gradients = [parameter.grad.clone() for parameter in policy.model.layers.parameters()]
             return [loss.detach(), *gradients], [*counts, len(found), self.alive(found)]
 
