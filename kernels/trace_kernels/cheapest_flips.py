@@ -165,7 +165,7 @@ def _flips_kernel(
 
     best = (tl.zeros((R,), tl.float32),)
     for _ in tl.static_range(63):
-        best += (tl.full((R,), float("inf"), tl.float32),)
+        best += (tl.full((R,), float("inf"), tl.float32),)  # type: ignore[assignment]
     base = tl.zeros((R,), tl.int32)
     c0, c1, c2 = _costs(COST, 0, inside_R, K)
     next_costs = _costs(COST, 1, inside_R, K)
@@ -194,10 +194,10 @@ def _flips_kernel(
                     twos,
                     ASM,
                 )
-                following += (least,)
+                following += (least,)  # type: ignore[assignment]
             tl.store(DECISIONS + (p * 4 + 2 * half) * R, ones)
             tl.store(DECISIONS + (p * 4 + 2 * half + 1) * R, twos)
-        best = following
+        best = following  # type: ignore[assignment]
         c0, c1, c2 = next_costs
         t, next_costs, next_t = next_t, costs_after, t_after
 
@@ -207,10 +207,11 @@ def _flips_kernel(
     for group in range((P + AHEAD - 1) // AHEAD):
         read = ()
         for i in tl.static_range(AHEAD):
-            read += (_decisions(DECISIONS, TARGET, P - 1 - group * AHEAD - i, inside_R, R),)
+            p = P - 1 - group * AHEAD - i
+            read += (_decisions(DECISIONS, TARGET, p, inside_R, R),)  # type: ignore[assignment]
         for i in tl.static_range(AHEAD):
             p = P - 1 - group * AHEAD - i
-            there, even_ones, even_twos, odd_ones, odd_twos, t = read[i]
+            there, even_ones, even_twos, odd_ones, odd_twos, t = read[i]  # type: ignore[var-annotated, misc]
             is_odd = state >> 5
             one = (tl.where(is_odd != 0, odd_ones, even_ones) >> (~state & 31)) & 1
             two = (tl.where(is_odd != 0, odd_twos, even_twos) >> (~state & 31)) & 1
