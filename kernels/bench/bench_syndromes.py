@@ -18,7 +18,7 @@ from timing import Report, graph_time
 from trace_kernels import get_format
 from trace_kernels.cheapest_flips import cheapest_flips
 from trace_kernels.round_values import round_values
-from trace_kernels.syndrome_decode import decode_guide
+from trace_kernels.syndrome_decode import decode_bits, guide_by_bits
 from trace_kernels.syndromes import encode
 
 
@@ -31,11 +31,11 @@ def bench(report: Report, site: str, shape: tuple[int, ...]) -> None:
     bits = guide.codes.flatten(1)
     width = 8 * bits.shape[1]
     syndromes = replace(guide, codes=encode(bits, width), syndrome=True)
-    found = decode_guide(x, syndromes, fmt).codes.flatten(1)
+    found = decode_bits(x, syndromes, fmt).flatten(1)
     wrong = (found != bits[guide.row]).float().mean().item()
     print(f"{site}: {wrong:.2e} of the bytes differ from the record's (the noise here is 1 %)")
     rounding = graph_time(lambda: round_values(x, fmt, outer, guide=guide))
-    decoding = graph_time(lambda: decode_guide(x, syndromes, fmt))
+    decoding = graph_time(lambda: guide_by_bits(syndromes, decode_bits(x, syndromes, fmt)))
     cost, target = torch.rand(TOKENS, width, device="cuda"), syndromes.codes
     report.add(f"{site}, decode", decoding * 1e3, "ms")
     report.add(f"{site}, decode against rounding along bits", decoding / rounding, "x")

@@ -9,8 +9,8 @@ Over a distance d the odds of a flip fall about like exp(-d / noise) (measured),
 the noise add up to a log-likelihood. The noise lies between constant in units of the block scale and constant without
 it, hence the root; a common factor of a row does not matter.
 
-What was left out: keeping the bits for a recomputed forward pass, which decodes again. They would take an eighth of a
-byte per element of every site and layer.
+The bits are found apart from the guide that they make (`decode_bits`, `guide_by_bits`): a recomputed forward pass
+takes the bits of the first, an eighth of a byte per element of each site.
 """
 
 from __future__ import annotations
@@ -169,25 +169,34 @@ _FLIP_BITS.register_kernel("cuda")(flip_bits_triton)
 _FLIP_BITS.register_fake(lambda bits, flips: None)
 
 
-def decode_guide(x: Tensor, guide: Guide, fmt: BlockFormat) -> Guide:
-    """The guide of one bit per element that a guide of syndromes stands for: a row for each token of `x`.
+def decode_bits(x: Tensor, guide: Guide, fmt: BlockFormat) -> Tensor:
+    """Parity bits uint8 [N, (H,) Dp / 8], one row per token of `x`, that a guide of syndromes stands for.
 
-    Nothing waits for the device. Tokens that follow no row are decoded as if they followed the first, and still follow
-    none.
+    Nothing waits for the device. Tokens that follow no row are decoded as if they followed the first.
 
     Args:
         x: [N, (H,) D], the trainer's input at a site.
         guide: `codes` holds the syndromes uint8 [R, `syndrome_bytes(H Dp)`] of rows over all heads.
         fmt: NVFP4 or MXFP4.
+
+    Returns:
+        No rows where the record has none.
     """
+    heads = x.shape[1:-1]
     if not len(guide.codes) or not len(x):
-        bytes_per_head = -(-x.shape[-1] // fmt.block_size) * fmt.block_size // 8
-        return replace(guide, codes=guide.codes.new_zeros(0, *x.shape[1:-1], bytes_per_head), syndrome=False)
+        return guide.codes.new_zeros(0, *heads, -(-x.shape[-1] // fmt.block_size) * fmt.block_size // 8)
     row = guide.row.clamp(min=0)
     bits, cost = _OWN(x, row, guide.scale, guide.outer, fmt.name, guide.per_token, guide.scale_bits)
     target = encode(bits, cost.shape[1]) ^ guide.codes[row]
     _FLIP_BITS(bits, cheapest_flips(cost, target))
+    return bits.view(len(x), *heads, -1)
+
+
+def guide_by_bits(guide: Guide, bits: Tensor) -> Guide:
+    """A guide of syndromes as one of the bits that `decode_bits` found; tokens that follow no row still follow none."""
+    if not len(bits):
+        return replace(guide, codes=bits, syndrome=False)
+    row = guide.row.clamp(min=0)
     place = torch.where(guide.row < 0, guide.row, torch.arange(len(row), device=row.device))
     outer = guide.outer[row] if guide.outer is not None and guide.per_token else guide.outer
-    codes = bits.view(len(x), *x.shape[1:-1], -1)
-    return replace(guide, row=place, scale=guide.scale[row], codes=codes, outer=outer, syndrome=False)
+    return replace(guide, row=place, scale=guide.scale[row], codes=bits, outer=outer, syndrome=False)

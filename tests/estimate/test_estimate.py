@@ -505,6 +505,15 @@ class TestCommand:
         assert "trainer: search for bits" in printed
         assert "search for the bits (guidance.mode=syndrome) is not counted" in " ".join(printed.split())
 
+    def test_bits_that_wait_for_recomputation(self):
+        """A byte for eight elements of each guided site: K and V of 28 layers, 8 heads of 128."""
+        plan = make_plan("qwen3-1.7b", guidance=GuidanceConfig(mode="syndrome"), gradient_checkpointing=True)
+        assert sizes(plan)["bits found, kept"] == microbatch_tokens(plan) * 28 * 2 * 8 * 128 / 8
+        wide = sizes(dataclasses.replace(plan, recipe=dataclasses.replace(FORMATS["w4a4kv4"], guidance=plan.guidance)))
+        assert wide["bits found, kept"] == microbatch_tokens(plan) * 28 * 3 * 2048 / 8
+        for other in (dataclasses.replace(plan, gradient_checkpointing=False), make_plan("qwen3-1.7b")):
+            assert "bits found, kept" not in sizes(other)
+
     def test_a_config_is_read_and_options_win(self):
         config = str(ROOT / "configs" / "grpo_fp4_qwen3_0.6b.yaml")
         (plain, plan), _ = plans(["--config", config, "--shape", "qwen3-0.6b", "--samples", "4"])

@@ -5,7 +5,7 @@ for the whole process. Each `gate_<module>.py` beside this file lists its `CASES
 case name -> architecture -> what was found.
 
     registers, shared bytes, local loads and stores (spills), names of the matrix instructions, and of the main loop
-    (the one with the most matrix instructions) the instructions per element
+    (the one with the most matrix instructions; the longest where there are none) the instructions per element
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (90, 100, 120)
+MATRIX = re.compile(r"\w*(HMMA|QMMA|OMMA|HGMMA|QGMMA|UTC\w*MMA|IMMA)")
 SHARED_LIMIT = {90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program may have
 
 
@@ -98,7 +99,7 @@ def inspect(cubin: bytes, metadata: Any, case: Case, options: dict[str, Any]) ->
     found: dict[str, Any] = {
         "shared": metadata.shared,
         "spills": sum(op.startswith(("LDL", "STL")) for op in ops),
-        "matrix": sorted({op for op in ops if re.match(r"\w*(HMMA|QMMA|OMMA|HGMMA|QGMMA|UTC\w*MMA|IMMA)", op)}),
+        "matrix": sorted({op for op in ops if MATRIX.match(op)}),
     }
     if case.elements:
         threads = 32 * options["num_warps"]
@@ -112,17 +113,17 @@ def _opcode(line: str) -> str:
 
 
 def _main_loop(code: list[str], ops: list[str]) -> int:
-    """Instructions in the loop with the most matrix instructions, the shortest such one."""
+    """Instructions in the loop with the most matrix instructions, the shortest such one; without any in the longest."""
     labels = {line.split(":")[0]: i for i, line in enumerate(code) if line.startswith(".L_")}
-    best = (0, 0)
+    best, longest = (0, 0), 0
     for end, line in enumerate(code):
         target = re.search(r"BRA(?:\.\w+)*\s+.*`\((\.L_\w+)\)", line)
         if not target or labels.get(target.group(1), end) >= end:
             continue
         body = ops[labels[target.group(1)] : end + 1]
         count = len([op for op in body if op and op != "NOP"])
-        best = max(best, (sum("MMA" in op for op in body), -count))
-    return -best[1]
+        best, longest = max(best, (sum(bool(MATRIX.match(op)) for op in body), -count)), max(longest, count)
+    return -best[1] if best[0] else longest
 
 
 def main() -> None:

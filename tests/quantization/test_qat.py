@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tiny import Scorer as Scored
 from trace_kernels import get_format
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import final_hidden, set_gradient_checkpointing
+from trace_lightning.quantization import rounding as rounding_file
 from trace_lightning.quantization.qat import QATLinear, install_qat
 from trace_lightning.quantization.rounding import GuidedRounding, NearestRounding
 from trace_lightning.recipe import GuidanceConfig, QuantRecipe
@@ -333,6 +336,84 @@ def test_gradient_checkpointing_recomputes_under_guidance() -> None:
     for ours, expected in zip(recomputed[1], plain[1], strict=True):
         assert_bit_equal(ours, expected)
     assert any(not torch.equal(a, b) for a, b in zip(nearest[1], plain[1], strict=True)), "guidance decided nothing"
+
+
+class TestBitsFoundOnce:
+    """`guidance.mode: syndrome`: the search for the bits is dear, and recomputation would do it twice."""
+
+    @pytest.fixture
+    def scored(self) -> tuple[Any, Scored]:
+        guidance = GuidanceConfig(mode="syndrome", audit_sequences=1)
+        recipe = dataclasses.replace(W4A4KV4, guidance=guidance)
+        policy, prompts = make_policy("qwen3", recipe), make_prompts(5, 9)
+        generation = make_engine(policy, recipe).generate(prompts, sampling(), record_guidance=True)
+        for parameter in policy.parameters():
+            parameter.data *= 1 + 0.002 * torch.randn_like(parameter)
+        return policy.train(), Scored(prompts, generation, 1)
+
+    @pytest.fixture
+    def found(self, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+        """Every result of the search."""
+        found: list[weakref.ref[Tensor]] = []
+
+        def search(*arguments: Any) -> Tensor:
+            bits = searched(*arguments)
+            found.append(weakref.ref(bits))
+            return bits
+
+        searched = rounding_file.decode_bits
+        monkeypatch.setattr(rounding_file, "decode_bits", search)
+        return found
+
+    @staticmethod
+    def alive(found: list[weakref.ref[Tensor]]) -> int:
+        return sum(bits() is not None for bits in found)
+
+    def test_with_recomputation(self, scored, found, monkeypatch) -> None:
+        """Kept from the forward to the backward pass alone; what comes out is what comes out of two searches."""
+        policy, scorer = scored
+
+        def run() -> tuple[list[Tensor], list[int]]:
+            policy.zero_grad()
+            found.clear()
+            loss = final_hidden(policy, scorer.token_ids(), GuidedRounding(scorer.guidance())).square().sum()
+            counts = [len(found), self.alive(found)]
+            backward = threading.Thread(target=loss.backward)  # autograd gives each GPU a thread
+            backward.start()
+            backward.join()
+            gradients = [parameter.grad.clone() for parameter in policy.model.layers.parameters()]
+            return [loss.detach(), *gradients], [*counts, len(found), self.alive(found)]
+
+        sites = sum(key[1] in ("attn_in", "o_in", "mlp_in") for key in scorer.guidance().record.tables)
+        assert sites == len(scorer.guidance().record.tables) > 0
+        plain, counts = run()
+        assert counts == [sites, 0, sites, 0]  # nothing is kept without recomputation
+        set_gradient_checkpointing(policy, True)
+        once, counts = run()
+        assert counts == [sites, sites, sites, 0]
+        monkeypatch.setattr(rounding_file, "found_once", lambda key, find: find())
+        twice, counts = run()
+        assert counts == [sites, 0, 2 * sites, 0]
+        for results in (plain, twice):
+            for ours, expected in zip(once, results, strict=True):
+                assert_bit_equal(ours, expected)
+
+    def test_nothing_is_kept_where_nothing_is_recomputed(self, scored, found) -> None:
+        """Log-probs without gradients, and a forward whose graph was dropped: the next micro-batch searches anew."""
+        policy, scorer = scored
+        set_gradient_checkpointing(policy, True)
+        rounding = GuidedRounding(scorer.guidance())
+        with torch.no_grad():
+            final_hidden(policy, scorer.token_ids(), rounding)
+        first = len(found)
+        assert first > 0
+        assert self.alive(found) == 0
+        hidden = final_hidden(policy, scorer.token_ids(), rounding)
+        assert (len(found), self.alive(found)) == (2 * first, first)
+        del hidden
+        assert self.alive(found) == 0
+        final_hidden(policy, scorer.token_ids(), rounding).sum().backward()
+        assert (len(found), self.alive(found)) == (3 * first, 0)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])

@@ -15,6 +15,7 @@ fragmentation, CUDA graphs, the rotary table, supports and top-k.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,6 +117,11 @@ def copied_bytes(plan: Plan) -> float:
     return kept + (2 * shape.head_params if mixed else 0)
 
 
+def found_bits_bytes(plan: Plan) -> int:
+    """Bytes per token that a checkpointed forward keeps of the bits it found, until its layers are recomputed."""
+    return sum(math.prod(site.codes("parity")) for site in plan.guided_sites.values())
+
+
 def _microbatch_items(plan: Plan) -> Iterator[Item]:
     shape, width = plan.shape, plan.stream_bytes
     tokens, one = microbatch_tokens(plan), layer_bytes(plan)
@@ -126,6 +132,8 @@ def _microbatch_items(plan: Plan) -> Iterator[Item]:
     yield Item("activations in work", "trainer", tokens * 16 * widest, ("train",))
     if plan.guidance.mode == "syndrome":  # decisions of the search; its FP32 costs are among the activations in work
         yield Item("search for bits", "trainer", float(SCRATCH_BYTES), ("train",))
+        if plan.gradient_checkpointing:
+            yield Item("bits found, kept", "trainer", tokens * found_bits_bytes(plan), ("train",))
     # Backward of a chunk: BF16 logits, FP32 log-probs and three FP32 gradients of them, and the head's own gradient.
     gradient = 0 if plan.lora_rank else plan.master_bytes * shape.head_params
     yield Item("logits of a chunk", "trainer", 18 * _CHUNK * shape.vocab + gradient, ("train",))

@@ -23,6 +23,7 @@ from trace_lightning.models.resolve import resolve_model_path
 from trace_lightning.quantization.lora import MergedLinear, adapter_parameters, lora_state
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
 from trace_lightning.quantization.qat import install_qat
+from trace_lightning.quantization.recomputation import recomputation_contexts
 from trace_lightning.quantization.rounding import Rounding
 from trace_lightning.recipe import QuantRecipe
 
@@ -149,7 +150,7 @@ def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
     """Switch recomputation of the layers on or off, without the warning of the name that transformers 5.24 retired."""
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enabled:
-        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False, "context_fn": recomputation_contexts})
     else:
         getattr(model, f"{word}_checkpointing_disable")()
 

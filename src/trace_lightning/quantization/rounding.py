@@ -14,6 +14,7 @@ were built for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from torch import Tensor
 from trace_kernels import BlockFormat, Quantized, straight_through
 from trace_kernels.audit_codes import audit_codes
 from trace_kernels.round_values import Guide, round_values
-from trace_kernels.syndrome_decode import decode_guide
+from trace_kernels.syndrome_decode import decode_bits, guide_by_bits
 from trace_lightning.quantization.guidance import GuidanceRows
+from trace_lightning.quantization.recomputation import found_once
 from trace_lightning.quantization.record_views import SiteViews
 
 
@@ -73,7 +75,7 @@ class GuidedRounding(Rounding):
     def values(self, layer: int, site: str, x: Tensor, fmt: BlockFormat, outer: Tensor | None = None) -> Tensor:
         guide = self.rows.guide(layer, site)
         if guide is not None and guide.syndrome:
-            guide = decode_guide(x, guide, fmt)
+            guide = guide_by_bits(guide, found_once((layer, site), partial(decode_bits, x, guide, fmt)))
         if guide is not None:
             self.audit(layer, site, x, fmt, guide)
         return self.guided_values(x, fmt, outer, guide)
