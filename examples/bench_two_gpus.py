@@ -256,7 +256,8 @@ def main() -> None:
     if args.kind:
         worker(args)
         return
-    if args.device == "cuda" and torch.cuda.device_count() < 2:
+    needed = 2 if args.kill or set(args.runs) - {"one"} else 1
+    if args.device == "cuda" and torch.cuda.device_count() < needed:
         raise SystemExit(f"this needs two GPUs, found {torch.cuda.device_count()}; --device cpu --shape tiny tries it")
     folder, begin = Path(args.logs), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)

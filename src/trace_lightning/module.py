@@ -27,6 +27,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trace_lightning.hparams import from_plain, to_plain
 from trace_lightning.metrics import StepMetrics, argmax_agreement, evaluation_values
+from trace_lightning.metrics.scalars import host_scalars
 from trace_lightning.metrics.tally import RankMeans
 from trace_lightning.models.lora import LoraConfig, check_base, describe_base, import_peft
 from trace_lightning.models.policy import check_same_model, load_policy, load_tokenizer, policy_structure
@@ -412,7 +413,7 @@ class PolicyModule(pl.LightningModule):
         values = self.measured.compute(batch, partial(self.trainer.strategy.reduce, reduce_op="sum"), self.device)
         self._watch_guidance(float(values.get("guidance/code_mismatch_after", 0.0)))
         values["learning_rate"] = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-        self.log_dict(values, batch_size=len(batch.prompts))
+        self.log_dict(host_scalars(values), batch_size=len(batch.prompts))
 
     def _watch_guidance(self, mismatch: float) -> None:
         """Say once that guidance has stopped to work: nothing else in a run would show it at once.

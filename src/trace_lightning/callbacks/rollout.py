@@ -39,6 +39,7 @@ from trace_lightning.callbacks.scorers import Reward, Scorers
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
 from trace_lightning.callbacks.step_values import StepValues
 from trace_lightning.data import run_seed
+from trace_lightning.metrics.scalars import host_scalars
 from trace_lightning.models.sharding import Weights
 from trace_lightning.module import PolicyModule
 from trace_lightning.ranks import check_same_settings, is_joint, together
@@ -283,7 +284,7 @@ class Rollout(Callback):
     ) -> None:
         """Log rewards, completions and throughput of the step."""
         values = self._values.of(trainer, pl_module, batch, self._failures)
-        pl_module.log_dict(values, batch_size=len(batch.prompts))
+        pl_module.log_dict(host_scalars(values), batch_size=len(batch.prompts))
         if pl_module.guidance_failed and pl_module.recipe.guidance.fallback and not self._widened:
             self._widen_guidance()
         self._enter("idle")

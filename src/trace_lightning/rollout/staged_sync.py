@@ -41,7 +41,7 @@ class StagedSync:
                 decoder.load_part(tensors, quantize=True)
             else:
                 self._load_layer(decoder, tensors)
-        self.graphs.run("outer scales", renew_outer)
+        renew_outer()
 
     def _load_layer(self, decoder: Decoder, tensors: dict[str, Tensor]) -> None:
         names = sorted(tensors)
