@@ -17,6 +17,7 @@ import pytest
 from trace_lightning import callbacks
 from trace_lightning.cli import COMPONENTS, main
 from trace_lightning.models.lora import LoraConfig
+from trace_lightning.strategy import FSDP2Strategy
 from trace_lightning.types import TurnLimits
 
 ROOT = Path(__file__).parent.parent
@@ -128,7 +129,7 @@ def options_of_all() -> set[str]:
 def arguments_of_classes() -> set[str]:
     """Names of the arguments of everything that a config can name by its class."""
     queue, names = (
-        [*COMPONENTS, LoraConfig, TurnLimits, *(getattr(callbacks, name) for name in callbacks.__all__)],
+        [*COMPONENTS, FSDP2Strategy, LoraConfig, TurnLimits, *(getattr(callbacks, name) for name in callbacks.__all__)],
         {"help"},
     )
     while queue:
