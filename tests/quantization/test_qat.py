@@ -265,6 +265,17 @@ class TestForward:
             parameter.data *= 1.5
         assert not torch.equal(policy(ids).logits, before), "an optimizer step would go unseen"
 
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_outer_scales_are_found_once(self, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where weights are rounded in each forward: taken weight by weight they cost a dozen launches each."""
+        policy, ids = make_policy("qwen3", W4A4KV4), token_ids()
+        before = policy(ids).logits
+        monkeypatch.setattr("trace_lightning.quantization.qat.shared_outer", None)
+        with policy.trace_qat.cache_weights(keep=keep):
+            assert_bit_equal(policy(ids).logits, before)
+        with pytest.raises(TypeError):
+            policy(ids)
+
     def test_under_autocast_weights_are_kept_in_its_dtype_and_gradients_stay_the_same(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -22,6 +22,12 @@ def test_snapshot_is_that_of_one_process(tmp_path, family: str, decoder: str) ->
         assert counts == {"layers": 2, "most": 1, "after": 0}
 
 
+def test_outer_scales_of_shards_are_those_of_whole_weights(tmp_path) -> None:
+    """The largest value may lie on either rank, and a rank may have no row at all."""
+    launch.run(worker.peaks, 2, tmp_path, tmp_path)
+    assert [torch.load(tmp_path / f"peaks_{rank}.pt").tolist() for rank in (0, 1)] == [[3.0, 7.0, 5.0]] * 2
+
+
 def test_a_plain_policy_is_one_part() -> None:
     model = tiny.make_model("llama")
     (part,) = Weights(model).parts()

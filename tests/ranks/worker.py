@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tiny
 from own_rewards import HangsOnce
@@ -33,6 +33,7 @@ from trace_lightning.metrics.together import compute_together
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.sharding import Weights, shard_policy, whole
 from trace_lightning.module import PolicyModule
+from trace_lightning.quantization.qat import _peaks
 from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.hf_decoder import HFDecoder
@@ -411,6 +412,16 @@ def snapshot(folder: Path, family: str, decoder: str) -> None:
     layers = len(policy.model.layers)
     most = max(gathered_layers(policy) for _ in Weights(policy).parts())
     torch.save({"layers": layers, "most": most, "after": gathered_layers(policy)}, folder / f"snapshot_{rank}.pt")
+
+
+def peaks(folder: Path) -> None:
+    """The largest values of three weights: on rank zero, on rank one, and of a single row."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole_ = [torch.tensor([[-3.0], [1]]), torch.tensor([[1.0], [0], [0], [-7]]), torch.tensor([[5.0, 4]])]
+    sharded = [torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])) for weight in whole_]
+    torch.save(_peaks(sharded), folder / f"peaks_{rank}.pt")
 
 
 def gathered_layers(policy: Any) -> int:

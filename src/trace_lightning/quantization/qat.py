@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -251,9 +252,9 @@ class QATState:
 
     @contextmanager
     def cache_weights(self, *, keep: bool = True) -> Iterator[None]:
-        """Quantise each weight, and find the outer scales of K and V, once inside the block.
+        """Find the outer scales of weights, K and V, and quantise each weight, once inside the block.
 
-        No optimizer step may happen in it.
+        No optimizer step may happen in it. Of a sharded model it is a collective.
 
         Leaving it also lets go of the guidance of the last micro-batch, which the layers hold for recomputation.
 
@@ -264,8 +265,7 @@ class QATState:
             group.cached = {} if keep else None
         for kv in self.kvs:
             kv.cached = []
-        if keep:
-            self._cache_outer_scales()
+        self._cache_outer_scales()
         try:
             yield
         finally:
@@ -286,11 +286,21 @@ class QATState:
         most = max(len(group.members) for group in groups)
         # A group with fewer members counts its first one several times.
         members = [member.weight for group in groups for member in (group.members[:1] * most + group.members)[-most:]]
-        peaks = torch.stack([peak.float() for peak in torch._foreach_norm(members, torch.inf)])
-        outers = fmt.outer_from_amax(peaks.view(len(groups), most).amax(1, keepdim=True))
+        outers = fmt.outer_from_amax(_peaks(members).view(len(groups), most).amax(1, keepdim=True))
         if outers is not None:
             for group, outer in zip(groups, outers.split(1), strict=True):
                 group.cached_outer = outer
+
+
+def _peaks(weights: list[nn.Parameter]) -> Tensor:
+    """FP32 [n]: the largest absolute value of each weight, also of weights that are cut over ranks."""
+    mesh = next((weight.device_mesh for weight in weights if isinstance(weight, DTensor)), None)
+    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    parts = [part if part.numel() else part.new_zeros(1) for part in parts]  # more ranks than rows
+    peaks = torch.stack([peak.float() for peak in torch._foreach_norm(parts, torch.inf)])
+    if mesh is not None:
+        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+    return peaks
 
 
 def _check_attention(attention: str) -> None:
