@@ -221,9 +221,9 @@ def test_the_arms_of_the_stability_study_differ_in_the_recipe_and_each_is_valid(
     assert labels["bf16"] == "W16A16KV16"
     assert labels["quads"] == "W4A4KV16/nvfp4+residual0.5"
     weights_and_cache = [label for arm, label in labels.items() if "_w4a16" in arm]
-    assert len(weights_and_cache) == 4
+    assert len(weights_and_cache) == 5
     assert all(label.startswith("W4A16KV4/nvfp4") for label in weights_and_cache)
-    assert sum("A4KV4/nvfp4" in label for label in labels.values()) == len(labels) - 2 - 4
+    assert sum("A4KV4/nvfp4" in label for label in labels.values()) == len(labels) - 2 - 5
     assert len({str(value) for value in recipes.values()}) == len(study.ARMS)
 
 
