@@ -293,6 +293,24 @@ def test_truncated_sampling_with_a_completion_that_is_not_scored():
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_resumed_optimizer_has_the_kernel_of_its_device(device: str):
+    """Not that of its checkpoint, which may come from the other one, or from before there was a choice."""
+    module = make()
+    stored = fit(module, accelerator="cpu").optimizers[0].state_dict()
+    stored["param_groups"][0]["fused"] = True if device == "cpu" else None
+    module.policy.to(device)
+    optimizer = module.configure_optimizers()["optimizer"]
+    optimizer.load_state_dict(stored)
+    assert optimizer.param_groups[0]["fused"] is (None if device == "cpu" else True)
+    assert optimizer.param_groups[0]["betas"] == stored["param_groups"][0]["betas"]
+    first = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert (float(first["step"]), first["step"].device.type) == (1.0, device)
+    torch.testing.assert_close(first["exp_avg"].cpu(), stored["state"][0]["exp_avg"], atol=0, rtol=0)
+    module.policy.get_input_embeddings()(torch.tensor([0], device=device)).sum().backward()
+    optimizer.step()
+
+
 def test_state_dict_holds_the_policy_alone_and_optimizer_sees_nothing_else():
     module = make()
     fit(module)

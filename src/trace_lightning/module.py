@@ -249,6 +249,7 @@ class PolicyModule(pl.LightningModule):
             # one by one otherwise. A CPU keeps torch's default.
             fused=parameters[0].device.type == "cuda" or None,
         )
+        optimizer.register_load_state_dict_pre_hook(_fused_as_here)
         settings: Any = {"decay": self.lr_decay, "max_steps": self.trainer.max_steps}
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, warmup_steps=self.warmup_steps, **settings)
@@ -469,3 +470,9 @@ class PolicyModule(pl.LightningModule):
             {"prompt": prompt.problem.prompt, "completion": completion.text, "reward": reward}
             for (prompt, completion), reward in zip(batch.sequences(), rewards, strict=True)
         ]
+
+
+def _fused_as_here(optimizer: Optimizer, stored: dict[str, Any]) -> dict[str, Any]:
+    """Optimizer states of a checkpoint, to go on with the kernel of this device: it need not be the checkpoint's."""
+    groups = [{**group, "fused": optimizer.defaults["fused"]} for group in stored["param_groups"]]
+    return {**stored, "param_groups": groups}

@@ -24,7 +24,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         timeout: how long a rank waits for the others in a collective.
         keep_gathered: leave layers whole from the first micro-batch of an optimizer step to the last. They are then
             gathered once per step, not twice per micro-batch; for that time every GPU holds all masters (4 bytes per
-            parameter), and none but its share of gradients and optimizer states.
+            parameter). Gradients and optimizer states stay cut.
     """
 
     def __init__(

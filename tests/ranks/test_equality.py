@@ -61,6 +61,18 @@ def test_layers_are_gathered_once_per_step_where_that_is_asked_for(plain) -> Non
         assert set(found) == {0, 2}
 
 
+def test_layers_left_gathered_never_outlive_an_optimizer_step(tmp_path) -> None:
+    """Several steps per rollout, and old log-probs before them, which gather layers and free none."""
+    launch.run(worker.equality, 2, tmp_path, tmp_path, "several", "builtin:tiny-qwen3", "fsdp2", "fsdp2_gathered")
+    for rank in (0, 1):
+        plain, gathered = (torch.load(tmp_path / f"{kind}_{rank}.pt") for kind in ("fsdp2", "fsdp2_gathered"))
+        assert set(gathered["gathered"]) == {0, 2}
+        assert gathered["gathered"][0] == 2, "by the old log-probs"
+        assert gathered["drawn"] == plain["drawn"]
+        for name, value in plain["state"].items():
+            torch.testing.assert_close(gathered["state"][name], value, atol=0, rtol=0, msg=name)
+
+
 def tiny_start() -> dict[str, torch.Tensor]:
     module = worker.Sgd(path="builtin:tiny-qwen3", recipe=worker.GUIDED)
     module.configure_model()

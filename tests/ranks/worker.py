@@ -149,6 +149,8 @@ VARIANTS: dict[str, tuple[type[PolicyModule], dict[str, Any], dict[str, Any]]] =
     # Another decoder, an untied head, frozen parameters, recomputed layers.
     "hard": (PartlyFrozen, {"gradient_checkpointing": True}, {"engine": LocalEngine(decoder="hf")}),
     "lora": (Sgd, {"lora": LoraConfig(rank=4)}, {}),
+    # Forward passes without a backward pass, and optimizer steps after which the same rollout goes on.
+    "several": (PartlyFrozen, {"gradient_checkpointing": True, "num_iterations": 2, "num_minibatches": 2}, {}),
 }
 
 

@@ -138,6 +138,24 @@ def test_the_trainer_stays_on_its_part_and_a_drawing_it_waits_for_has_all_sms(mo
     assert (whole.dried, rollout.dried) == (4, 2)
 
 
+def test_ctrl_c_while_the_thread_ends_leaves_nobody_on_a_part(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    default, rollout, trainer = map(Stream, ("default", "rollout", "trainer"))
+    current = [default]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    ahead.run(lambda: None, CPU)
+    ahead.enter(SMPartition(rollout, trainer, 32, 100))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead._executor, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ahead.stop()
+    assert current == [default, trainer, default]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_weights_are_there_before_and_tokens_after() -> None:
     """The drawing reads what the caller's stream wrote last, on another stream, and the caller reads what it wrote."""

@@ -83,7 +83,7 @@ class Rollout(Callback):
         max_version_diff: 0 draws every training batch from the weights that it trains; 1 draws it while the batch
             before trains, from the weights that one started from. Needs corrections (`model.corrections`).
         ahead_sms: SMs of a GPU that draw such a batch while the others train, a multiple of 8; default: about a
-            quarter (32 of an H200's 132); 0 has both share all SMs. Of no effect on a CPU.
+            quarter (32 of an H200's 132); 0 has both share all SMs. Without effect on a CPU or `max_version_diff=0`.
 
     Raises:
         ValueError: if an argument is out of range, or the trainer could not renormalise what `sampling` draws.

@@ -43,7 +43,7 @@ def shard_policy(policy: PreTrainedModel, mesh: DeviceMesh, *, keep_gathered: bo
 
 
 def free_after_backward(policy: nn.Module, free: bool) -> None:
-    """Whether the next backward passes of a sharded policy leave its shards alone; of a plain one, nothing."""
+    """Whether the next backward passes of a sharded policy free its gathered weights. A plain policy has none."""
     if isinstance(policy, FSDPModule):
         policy.set_reshard_after_backward(free)
 
@@ -65,7 +65,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(policy: nn.Module, max_norm: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of all gradients, also of a sharded policy; the norm of before, a plain FP32 [].
+    """`torch.nn.utils.clip_grad_norm_` of all gradients, also of a sharded policy; the norm of before, a plain [].
 
     Of a sharded one every rank looks at its own shards, and one number is summed over ranks. torch's own function takes
     each gradient through the dispatcher of `DTensor` several times, which costs more than the arithmetic.

@@ -198,15 +198,17 @@ def adapter_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merged_parts(policy: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """The weights of a policy with its adapters merged, under their Hugging Face names, one decoder layer at a time.
+    """The weights of a policy with its adapters merged, under their Hugging Face names.
 
-    Merged weights are FP32, the others have the dtype they are held in.
+    Each decoder layer is a part, and so is each of the other tensors. Merged weights are FP32, the others have the
+    dtype they are held in.
     """
     prefix, layers = find_decoder_layers(policy)
     for index, layer in enumerate(layers):
         yield _merged_of(layer, f"{prefix}.{index}.")
-    held = {name: p.detach() for name, p in policy.named_parameters() if not name.startswith(f"{prefix}.")}
-    yield {name: p for name, p in held.items() if name.rpartition(".")[2] not in ADAPTER_NAMES}
+    for name, p in policy.named_parameters():
+        if not name.startswith(f"{prefix}.") and name.rpartition(".")[2] not in ADAPTER_NAMES:
+            yield {name: p.detach()}
 
 
 def _merged_of(layer: nn.Module, prefix: str) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class DrawingStopped(RuntimeError):
 
 
 class Ahead:
-    """Draws in a thread; see the top of this file. The thread exists from the first `begin` to `stop`."""
+    """Draws in a thread; see the top of this file. The thread exists from the first drawing to `stop`."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -134,12 +134,14 @@ class Ahead:
         Called by the trainer's thread, which then has all SMs again.
         """
         self._stopped = True
-        if self._executor is not None:
-            self._executor.shutdown()
+        try:
+            if self._executor is not None:
+                self._executor.shutdown()
+        finally:  # a second Ctrl-C may end the wait
+            if self._partition is not None:
+                _change(self._partition.trainer, self._before)
+                self._partition = self._before = None
         self._executor = self._drawing = self._thread = None
-        if self._partition is not None:
-            _change(self._partition.trainer, self._before)
-            self._partition = self._before = None
 
 
 def _change(old: Any, new: Any) -> None:

@@ -225,18 +225,16 @@ class LocalEngine(RolloutEngine):
         """Masters to snapshot, and K/V outer scales to the cache: over a thousand launches, so graphs on a GPU."""
         memory = self._workspace
 
-        def renew_outer() -> None:
-            memory.renew_outer(self.decoder)
-
         def copy() -> None:
             self.decoder.load_weights(weights)
-            renew_outer()
+            memory.renew_outer(self.decoder)
 
         if not (self.cuda_graphs and self._fused and self.device.type == "cuda"):
             copy()
             return
         if isinstance(weights, Weights) and weights.temporary:
-            memory.staged_sync.load_weights(self.decoder, weights, renew_outer)
+            memory.staged_sync.load_weights(self.decoder, weights)
+            memory.renew_outer(self.decoder)
             return
         masters = tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in weights)
         key = (masters, None if memory.kv is None else memory.kv.layers[0][0].data.data_ptr())

@@ -11,7 +11,7 @@ tensor (embedding, head, final norm) are taken over without one: few launches, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from trace_lightning.rollout.graphs import GraphCache
 
 
 class StagedSync:
-    """Stages and graphs of one decoder's sync; `clear` it when the decoder or the cache is made anew."""
+    """Stages and graphs of one decoder's sync; `clear` it when the decoder is made anew."""
 
     def __init__(self) -> None:
         self.graphs = GraphCache()
@@ -32,16 +32,13 @@ class StagedSync:
         self.graphs.clear()
         self._stages: dict[Hashable, list[Tensor]] = {}
 
-    def load_weights(
-        self, decoder: Decoder, weights: Iterable[tuple[str, Tensor]], renew_outer: Callable[[], None]
-    ) -> None:
-        """`Decoder.load_weights`, and then `renew_outer`, which must read and write where it did before."""
+    def load_weights(self, decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """`Decoder.load_weights`."""
         for tensors in decoder.checked_parts(weights):
             if len(tensors) == 1:
                 decoder.load_part(tensors, quantize=True)
             else:
                 self._load_layer(decoder, tensors)
-        renew_outer()
 
     def _load_layer(self, decoder: Decoder, tensors: dict[str, Tensor]) -> None:
         names = sorted(tensors)
@@ -52,4 +49,4 @@ class StagedSync:
         stage = self._stages[shapes]
         torch._foreach_copy_(stage, sources)
         staged = dict(zip(names, stage, strict=True))
-        self.graphs.run(tuple(names), lambda: decoder.load_part(staged, quantize=True))
+        self.graphs.run((tuple(names), shapes), lambda: decoder.load_part(staged, quantize=True))

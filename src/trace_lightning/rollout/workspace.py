@@ -5,8 +5,8 @@
     steps      the rows into which graphed decode steps write their rounding, once a call is recorded
     prefixes   which rows share a prompt, where sharing pays
     graphs     decode steps
-    sync_graph, staged_sync         the weight sync, which renews the outer scales in `kv` (staged_sync.py: of weights
-                                    that lie elsewhere each time)
+    sync_graph      the weight sync, which renews the outer scales in `kv`
+    staged_sync     the same of weights that lie elsewhere each time (staged_sync.py), without these scales
 
 Each is kept while it is large enough. A graph reads and writes at the addresses it was captured with, so whatever is
 made anew takes with it the graphs that refer to it; the next call captures them again. Memory is freed first and
@@ -59,15 +59,12 @@ class Workspace:
     def release(self) -> None:
         """Give back all memory."""
         self.graphs.clear()
-        self._forget_syncs()
+        self.sync_graph.clear()
+        self.staged_sync.clear()
         self.kv: PagedKV | None = None
         self.state: DecodeState | None = None
         self.steps: StepRecorder | None = None
         self.prefixes: PrefixTable | None = None
-
-    def _forget_syncs(self) -> None:
-        self.sync_graph.clear()
-        self.staged_sync.clear()
 
     def forget_steps(self) -> None:
         """Other sites are recorded from now on, in rows of another width."""
@@ -102,7 +99,7 @@ class Workspace:
         if held:
             self.kv = None  # free the smaller one first
             self.graphs.clear()
-        self._forget_syncs()  # they write to the outer scales of the cache of before, or of none
+            self.sync_graph.clear()  # it writes to the outer scales of before
         self.kv = self._new_kv(decoder, max(wanted, self.page_size))
         self.renew_outer(decoder)
         return PagePool(self.kv.num_pages, self.page_size)
