@@ -14,7 +14,7 @@ What was left out: a cache object for K/V (training has none), and any rounding 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -292,7 +292,7 @@ class QATState:
                 group.cached_outer = outer
 
 
-def _peaks(weights: list[nn.Parameter]) -> Tensor:
+def _peaks(weights: Sequence[Tensor]) -> Tensor:
     """FP32 [n]: the largest absolute value of each weight, also of weights that are cut over ranks."""
     mesh = next((weight.device_mesh for weight in weights if isinstance(weight, DTensor)), None)
     parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
