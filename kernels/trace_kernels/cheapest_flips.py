@@ -138,6 +138,27 @@ def _least(a, b, c, d, ones, twos, ASM: tl.constexpr):
 
 
 @triton.jit
+def _walk_back(FLIPS, DECISIONS, TARGET, state, base, inside_R, P: tl.constexpr, R: tl.constexpr, X: tl.constexpr):
+    """From the last state and base, int32 [R], to the first: the set of flips that led to each goes to FLIPS."""
+    for group in range((P + AHEAD - 1) // AHEAD):
+        read = ()
+        for i in tl.static_range(AHEAD):
+            p = P - 1 - group * AHEAD - i
+            read += (_decisions(DECISIONS, TARGET, p, inside_R, R),)  # type: ignore[assignment]
+        for i in tl.static_range(AHEAD):
+            p = P - 1 - group * AHEAD - i
+            there, even_ones, even_twos, odd_ones, odd_twos, t = read[i]  # type: ignore[var-annotated, misc]
+            is_odd = state >> 5
+            one = (tl.where(is_odd != 0, odd_ones, even_ones) >> (~state & 31)) & 1
+            two = (tl.where(is_odd != 0, odd_twos, even_twos) >> (~state & 31)) & 1
+            zero = one ^ two ^ is_odd  # number k of the even sets flips element 1 if k & 1, element 2 if k & 2
+            known = base >> 5
+            tl.store(FLIPS + p, ((zero ^ known) | (one << 1) | (two << 2)).to(tl.uint8), mask=there)
+            state = (2 * state ^ (zero * X[0]) ^ (one * X[1]) ^ (two * X[2])) & 63
+            base = (2 * base ^ (known * X[0]) ^ t) & 63
+
+
+@triton.jit
 def _flips_kernel(
     COST,
     TARGET,
@@ -204,22 +225,7 @@ def _flips_kernel(
     state = base
     for i in tl.static_range(6):
         state ^= _check_bit(TARGET, P + i, inside_R) << i
-    for group in range((P + AHEAD - 1) // AHEAD):
-        read = ()
-        for i in tl.static_range(AHEAD):
-            p = P - 1 - group * AHEAD - i
-            read += (_decisions(DECISIONS, TARGET, p, inside_R, R),)  # type: ignore[assignment]
-        for i in tl.static_range(AHEAD):
-            p = P - 1 - group * AHEAD - i
-            there, even_ones, even_twos, odd_ones, odd_twos, t = read[i]  # type: ignore[var-annotated, misc]
-            is_odd = state >> 5
-            one = (tl.where(is_odd != 0, odd_ones, even_ones) >> (~state & 31)) & 1
-            two = (tl.where(is_odd != 0, odd_twos, even_twos) >> (~state & 31)) & 1
-            zero = one ^ two ^ is_odd  # number k of the even sets flips element 1 if k & 1, element 2 if k & 2
-            known = base >> 5
-            tl.store(FLIPS + p, ((zero ^ known) | (one << 1) | (two << 2)).to(tl.uint8), mask=there)
-            state = (2 * state ^ (zero * X[0]) ^ (one * X[1]) ^ (two * X[2])) & 63
-            base = (2 * base ^ (known * X[0]) ^ t) & 63
+    _walk_back(FLIPS, DECISIONS, TARGET, state, base, inside_R, P, R, X)
 
 
 def cheapest_flips_triton(cost: Tensor, target: Tensor) -> Tensor:
