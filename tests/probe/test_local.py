@@ -12,7 +12,7 @@ from trace_kernels import get_format
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.probe.agreement import make_trainer
 from trace_lightning.probe.local import LocalErrors, Only, local_errors, weight_outlier
-from trace_lightning.quantization.qat import quantized_weight
+from trace_lightning.quantization.weights import quantized_weight
 from trace_lightning.recipe import QuantRecipe
 
 W4A4KV4 = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4")

@@ -33,7 +33,7 @@ from trace_lightning.metrics.together import compute_together
 from trace_lightning.models.lora import LoraConfig
 from trace_lightning.models.sharding import Weights, shard_policy, whole
 from trace_lightning.module import PolicyModule
-from trace_lightning.quantization.qat import _peaks
+from trace_lightning.quantization.weights import peaks as peaks_of
 from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.rollout.hf_decoder import HFDecoder
@@ -423,7 +423,7 @@ def peaks(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole_ = [torch.tensor([[-3.0], [1]]), torch.tensor([[1.0], [0], [0], [-7]]), torch.tensor([[5.0, 4]])]
     sharded = [torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])) for weight in whole_]
-    torch.save(_peaks(sharded), folder / f"peaks_{rank}.pt")
+    torch.save(peaks_of(sharded), folder / f"peaks_{rank}.pt")
 
 
 def gathered_layers(policy: Any) -> int:

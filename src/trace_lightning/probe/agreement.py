@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_kernels import BlockFormat, pack_bits, parity_bits
+from trace_kernels import BlockFormat
 from trace_kernels.round_values import Guide, round_values
-from trace_kernels.syndromes import encode
 from trace_lightning.metrics import DivergenceMetrics
 from trace_lightning.metrics.positions import position_sums
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, MismatchCounts
 from trace_lightning.quantization.qat import QATLinear, install_qat
+from trace_lightning.quantization.recorder import kept_of
 from trace_lightning.quantization.rounding import GuidedRounding, Rounding
 from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe
 from trace_lightning.rollout.base import Progress, RolloutEngine
@@ -178,10 +178,7 @@ def restrict(record: GuidanceRecord, wanted: GuidanceConfig) -> GuidanceRecord:
     tables = {}
     for (layer, site), table in record.tables.items():
         if layer in layers and site in recipe.guided_sites:
-            scale = pack_bits(table.scale & 1) if wanted.scales == "parity" else table.scale
-            codes = table.codes if wanted.mode == "full" else parity_bits(table.codes)
-            if wanted.mode == "syndrome":
-                codes = encode(codes.flatten(1), 8 * codes[0].numel())
+            scale, codes = kept_of(table.scale, table.codes, wanted)
             tables[layer, site] = replace(table, scale=scale, codes=codes)
     return replace(record, config=wanted, tables=tables)
 

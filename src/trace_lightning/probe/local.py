@@ -26,8 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trace_kernels import BlockFormat
 from trace_lightning.models.policy import final_hidden
-from trace_lightning.quantization.qat import QATKV, QATGroup, QATLinear, QATState, quantized_weight, shared_outer
+from trace_lightning.quantization.qat import QATKV, QATGroup, QATLinear, QATState
 from trace_lightning.quantization.rounding import NEAREST, Rounding
+from trace_lightning.quantization.weights import quantized_weight, shared_outer
 
 Name = tuple[int, str]  # (layer, what)
 

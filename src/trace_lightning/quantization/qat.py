@@ -14,7 +14,7 @@ What was left out: a cache object for K/V (training has none), and any rounding 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,10 +30,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trace_kernels import BlockFormat, get_format, straight_through
 from trace_kernels.compensation import compensated
 from trace_kernels.kv_append import rotate
-from trace_kernels.round_values import round_values
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
+from trace_lightning.quantization.weights import peaks, quantized_weight, shared_outer
 from trace_lightning.recipe import QuantRecipe
 
 
@@ -119,19 +118,6 @@ def _matmul_dtype(weight: Tensor) -> torch.dtype:
     """What autocast will multiply in: casting the rounded weight once is the same, and halves what is kept of it."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def shared_outer(weights: list[Tensor], fmt: BlockFormat) -> Tensor | None:
-    """FP32 [1, 1]: the outer scale of weights that are rounded as one; None for formats without."""
-    peaks = [torch.linalg.vector_norm(weight, torch.inf).float() for weight in weights]
-    return fmt.outer_from_amax(torch.stack(peaks).amax().reshape(1, 1))
-
-
-def quantized_weight(
-    weight: Tensor, fmt: BlockFormat, outer: Tensor | None, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """`DQ(Q(W))` in `dtype`, that of the weight by default; only formats that are guidable share an outer scale."""
-    return round_values(weight, fmt, outer if fmt.guidable else None, dtype=dtype)
 
 
 class QATLinear(nn.Linear):
@@ -286,21 +272,10 @@ class QATState:
         most = max(len(group.members) for group in groups)
         # A group with fewer members counts its first one several times.
         members = [member.weight for group in groups for member in (group.members[:1] * most + group.members)[-most:]]
-        outers = fmt.outer_from_amax(_peaks(members).view(len(groups), most).amax(1, keepdim=True))
+        outers = fmt.outer_from_amax(peaks(members).view(len(groups), most).amax(1, keepdim=True))
         if outers is not None:
             for group, outer in zip(groups, outers.split(1), strict=True):
                 group.cached_outer = outer
-
-
-def _peaks(weights: Sequence[Tensor]) -> Tensor:
-    """FP32 [n]: the largest absolute value of each weight, also of weights that are cut over ranks."""
-    mesh = next((weight.device_mesh for weight in weights if isinstance(weight, DTensor)), None)
-    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-    parts = [part if part.numel() else part.new_zeros(1) for part in parts]  # more ranks than rows
-    peaks = torch.stack([peak.float() for peak in torch._foreach_norm(parts, torch.inf)])
-    if mesh is not None:
-        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=mesh.get_group())
-    return peaks
 
 
 def _check_attention(attention: str) -> None:

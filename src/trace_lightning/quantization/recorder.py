@@ -10,6 +10,7 @@ Activations are stored as they are fed. K and V are read back from the pages, in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,17 @@ class PackedKV:
     codes: Tensor
     scale: Tensor
     outer: Tensor | None
+
+
+def kept_of(scale: Tensor, codes: Tensor, config: GuidanceConfig) -> tuple[Tensor, Tensor]:
+    """What a record keeps of whole block scales [R, (H,) n] and packed codes [R, (H,) Kp / 2]."""
+    if config.scales == "parity":
+        scale = pack_bits(scale & 1)
+    if config.mode != "full":
+        codes = parity_bits(codes)
+    if config.mode == "syndrome":
+        codes = encode(codes.flatten(1), 8 * math.prod(codes.shape[1:]))
+    return scale, codes
 
 
 class Rows:
@@ -206,10 +218,7 @@ class GuidanceRecorder:
         audited = audits.empty(len(picked), device)
         for key in self.kv_sites:
             kv = read(key)
-            scale = pack_bits(kv.scale & 1) if self.config.scales == "parity" else kv.scale
-            codes = kv.codes if self.config.mode == "full" else parity_bits(kv.codes)
-            if self.config.mode == "syndrome":
-                codes = encode(codes.flatten(1), 8 * codes[0].numel())
+            scale, codes = kept_of(kv.scale, kv.codes, self.config)
             self._kv_layout.view(data, key, "scale").copy_(scale)  # type: ignore[union-attr]
             self._kv_layout.view(data, key, "codes").copy_(codes)  # type: ignore[union-attr]
             self._kv_outer[key] = None if kv.outer is None else kv.outer.reshape(-1).clone()

@@ -28,8 +28,9 @@ from trace_lightning.models.policy import logits_head
 from trace_lightning.models.sharding import is_sharded, plain_twin
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.lora import adapter_parameters, lora_state
-from trace_lightning.quantization.qat import QATLinear, QATState, quantized_weight, shared_outer
+from trace_lightning.quantization.qat import QATLinear, QATState
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
+from trace_lightning.quantization.weights import quantized_weight, shared_outer
 from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.batch import ForwardBatch
 from trace_lightning.rollout.decoder import Decoder
