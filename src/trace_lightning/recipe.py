@@ -32,7 +32,7 @@ class GuidanceConfig:
         mode: `none`; `parity`, one bit per element; `syndrome`, a third of a bit: parity checks of those bits, from
             which the trainer finds them again (`trace_kernels.syndromes`); `full`, whole codes. A syndrome holds while
             trainer and rollout have the same weights; its fallback are the bits. The search takes 4 to 11 % of
-            training (1.7B, H200), so it is for records that do not fit.
+            training (1.7B on an H200, by the kernels' times), so it is for records that do not fit.
         scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
         layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
         sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
