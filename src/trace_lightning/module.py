@@ -247,7 +247,7 @@ class PolicyModule(pl.LightningModule):
             weight_decay=self.weight_decay,  # type: ignore[arg-type]
             # On GPUs one kernel, without a temporary of the size of the weights; shards (DTensors) would be updated
             # one by one otherwise. A CPU keeps torch's default.
-            fused=all(p.is_cuda for p in parameters) or None,
+            fused=all(p.device.type == "cuda" for p in parameters) or None,
         )
         optimizer.register_load_state_dict_pre_hook(_fused_as_here)
         settings: Any = {"decay": self.lr_decay, "max_steps": self.trainer.max_steps}
