@@ -16,7 +16,7 @@ from torch import Tensor
 
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import Scorer, make_engine, make_model, make_policy, make_prompts, rollout_logprobs, sampling
-from trace_kernels.kv_append import rotate
+from trace_kernels.hadamard import rotate
 from trace_lightning.quantization.qat import QATLinear, install_qat
 from trace_lightning.quantization.rounding import NEAREST, NearestRounding
 from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe

@@ -10,10 +10,6 @@ load of the row and of cos/sin, one store. Heads do not meet, so programs need n
 RoPE pairs element d with d + D / 2. The partner is not shuffled over but loaded and normalised a second time: it comes
 from L1, and any even D works, also those whose half is no power of two.
 
-The rotation is a product with the orthonormal Hadamard matrix of 16. Its entries are +-1/4, so only the order of
-additions matters, and a matmul has none: cuBLAS and the BLAS of one CPU or another differ. It is therefore written as
-four rounds of sums and differences of pairs, in which every addition has its place: K's bytes are the same anywhere.
-
 Casts are torch's: the linear's output in the compute dtype, the norm's result in the wider of it and the gain's, RoPE's
 in the wider of that and cos's, each product and sum rounded.
 
@@ -30,35 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trace_kernels import fp4
+from trace_kernels.hadamard import ROTATION_BLOCK, butterflies, rotate_reference
 from trace_kernels.kv_pages import KVPages
 from trace_kernels.quantize import get_format
+from trace_kernels.rms_norm import rms_norm_reference
+from trace_kernels.rotary import rotary_reference
 from trace_kernels.rows import TRITON_DTYPE, e4m3_byte, format_words, load_sum, round_to, sum_parts
-
-ROTATION_BLOCK = 16
-
-
-def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return gain * wide.to(x.dtype)
-
-
-def _rope(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    first, second = x_NHD.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return x_NHD * cos_ND.unsqueeze(1) + rotated * sin_ND.unsqueeze(1)
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Multiply each block of 16 along the last dim by the orthonormal Hadamard matrix (FP32 inside).
-
-    Applied to Q and K alike it leaves scores unchanged and spreads the outlier channels of K over their block.
-    """
-    y = x.float().unflatten(-1, (-1, 2, 2, 2, 2))
-    for dim in (-1, -2, -3, -4):
-        first, second = y.unbind(dim)
-        y = torch.stack((first + second, first - second), dim)
-    return (y * 0.25).flatten(-5).to(x.dtype)
 
 
 def _store(pages: KVPages, slots_N: Tensor, x_NHD: Tensor) -> None:
@@ -96,11 +69,11 @@ def kv_append_reference(
     num_kv_heads, head_dim = k_data.shape[1], cos.shape[1]
     qkv = sum_parts(parts, dtype).unflatten(-1, (-1, head_dim))
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    q = q if q_gain is None else _rms_norm(q, q_gain, eps)
-    k = k if k_gain is None else _rms_norm(k, k_gain, eps)
-    q, k = _rope(q, cos, sin), _rope(k, cos, sin)
+    q = q if q_gain is None else rms_norm_reference(q, q_gain, eps)
+    k = k if k_gain is None else rms_norm_reference(k, k_gain, eps)
+    q, k = (rotary_reference(x.unsqueeze(2), cos.unsqueeze(1), sin.unsqueeze(1)).squeeze(2) for x in (q, k))
     if rotated:
-        q, k = rotate(q), rotate(k)
+        q, k = rotate_reference(q), rotate_reference(k)
     block_format, active = get_format(fmt, four_over_six=four_over_six), slots >= 0
     _store(KVPages(block_format, k_data, k_scale, k_outer, head_dim), slots[active], k[active])
     _store(KVPages(block_format, v_data, v_scale, v_outer, head_dim), slots[active], v[active])
@@ -140,10 +113,7 @@ def _rope_head(
     x = round_to(x * cos, ROPE_DTYPE) + round_to(tl.where(first, y * -1.0, y) * sin, ROPE_DTYPE)
     x = round_to(x, ROPE_DTYPE)
     if ROTATED:
-        for _ in tl.static_range(4):  # neighbours, and then each half on its own: the next bit's are neighbours now
-            a, b = tl.split(tl.reshape(x, (BLOCK_D // 16, 8, 2)))
-            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK_D,))
-        x = round_to(x * 0.25, ROPE_DTYPE)
+        x = round_to(butterflies(x, BLOCK_D) * 0.25, ROPE_DTYPE)
     return x
 
 

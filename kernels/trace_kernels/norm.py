@@ -25,6 +25,7 @@ from torch import Tensor
 
 from trace_kernels import fp4
 from trace_kernels.quantize import BlockFormat
+from trace_kernels.rms_norm import rms_norm_reference
 from trace_kernels.rows import (
     RECORD_POINTERS,
     RECORD_STRIDES,
@@ -60,9 +61,7 @@ def add_rms_norm_reference(
     """Torch reference of `add_rms_norm`; a format is its name here, the record its four tensors."""
     if parts is not None:
         residual += sum_parts(parts, dtype)
-    wide = residual.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    x = gain * wide.to(residual.dtype)
+    x = rms_norm_reference(residual, gain, eps)
     record = record_scale, record_outer, record_parity, record_codes
     return finish_rows(x, dtype, fmt, four_over_six, permute, *record)
 

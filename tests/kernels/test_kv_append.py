@@ -11,7 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from trace_kernels import FP8, MXFP4, NVFP4, BlockFormat
-from trace_kernels.kv_append import kv_append, kv_append_reference, kv_append_triton, rotate
+from trace_kernels.hadamard import rotate
+from trace_kernels.kv_append import kv_append, kv_append_reference, kv_append_triton
 from trace_kernels.kv_pages import KVPages
 from trace_kernels.rows import format_words
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiny import make_model
 from trace_kernels import NVFP4, get_format
-from trace_kernels.kv_append import rotate
+from trace_kernels.hadamard import rotate
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.policy import final_hidden
 from trace_lightning.quantization.kv import FALLBACK_OUTER, KVWeights, kv_outer_scales

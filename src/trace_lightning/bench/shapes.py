@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from trace_lightning.models.checkpoint import load_model
+from trace_lightning.models.fused import FUSED_FAMILIES
 from trace_lightning.models.resolve import resolve_model_path
-from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)

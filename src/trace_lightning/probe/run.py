@@ -18,6 +18,7 @@ import transformers
 from trace_lightning.bench.machine import device_name, free_memory, measure_limits
 from trace_lightning.bench.roofline import Limits, decode_cost, kv_bytes, sequences_that_fit, snapshot_bytes
 from trace_lightning.bench.shapes import ModelShape
+from trace_lightning.models.fused import FUSED_FAMILIES
 from trace_lightning.probe import advice
 from trace_lightning.probe.paths import in_words, paths
 from trace_lightning.probe.plan import ProbePlan, words
@@ -25,7 +26,6 @@ from trace_lightning.probe.store import PartStore
 from trace_lightning.probe.study import MEAN, Study, qat_state
 from trace_lightning.probe.verdict import Verdict, judge
 from trace_lightning.rollout.engine import LocalEngine
-from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES
 from trace_lightning.version import __version__
 
 Announce = Callable[[str, int, int], None]  # (part, its number, of how many)

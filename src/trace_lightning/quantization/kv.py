@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trace_kernels import BlockFormat
-from trace_kernels.kv_append import ROTATION_BLOCK
+from trace_kernels.hadamard import ROTATION_BLOCK
 
 FALLBACK_OUTER = 2.0**-3  # for attention modules that we cannot read: blocks from .012 to 336 are represented
 _HEADROOM = 1.25  # inputs rounded to FP4 can be a little longer than the bound

@@ -7,6 +7,7 @@ parameters (names, optimizer and state_dict do not change), and points attention
 rounds travels with the call: `model(ids, trace_ctx=GuidedRounding(rows))`. transformers hands unknown keyword
 arguments down to every decoder layer, also when gradient checkpointing calls it a second time in the backward pass, so
 the recomputed forward is guided by the same rows. MLP linears get no keyword arguments; a hook on the layer tells them.
+Norms and rotary embeddings become one kernel each (`models/fused.py`), whatever the recipe.
 
 What was left out: a cache object for K/V (training has none), and any rounding of gradients.
 """
@@ -29,7 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trace_kernels import BlockFormat, get_format, straight_through
 from trace_kernels.compensation import compensated
-from trace_kernels.kv_append import rotate
+from trace_kernels.hadamard import rotate
+from trace_lightning.models.fused import fuse_modules
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
@@ -318,6 +320,7 @@ def install_qat(model: PreTrainedModel, recipe: QuantRecipe, *, attention: str =
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, QATLinear(linear, qat_group))
     qat.round_inputs_by(recipe)
+    fuse_modules(model)
     qat.kvs = _install_kv(model, layout, recipe, attention)
     model.trace_qat = qat  # type: ignore[assignment]
     return qat

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_kernels import get_format, is_registered
+from trace_lightning.models.fused import FUSED_FAMILIES
 from trace_lightning.models.layout import read_layout
 from trace_lightning.models.sharding import Weights
 from trace_lightning.quantization.guidance import Key
@@ -34,7 +35,7 @@ from trace_lightning.rollout.base import Generation, Progress, RolloutEngine
 from trace_lightning.rollout.conversation import Conversations
 from trace_lightning.rollout.decode_state import DecodeState
 from trace_lightning.rollout.decoder import Decoder
-from trace_lightning.rollout.fused_decoder import FUSED_FAMILIES, FusedDecoder
+from trace_lightning.rollout.fused_decoder import FusedDecoder
 from trace_lightning.rollout.generation import GenerationRun
 from trace_lightning.rollout.graphs import GraphCache
 from trace_lightning.rollout.hf_decoder import HFDecoder

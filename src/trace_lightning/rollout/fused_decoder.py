@@ -1,4 +1,4 @@
-"""The fused decoder: a handful of kernels per layer over a snapshot of the weights, for the families it knows.
+"""The fused decoder: a handful of kernels per layer over a snapshot of the weights, for `FUSED_FAMILIES`.
 
 It covers decoders whose layer is: RMSNorm, q/k/v (bias optional, QK-norm optional), RoPE, attention, o, RMSNorm,
 gate/up, activation, down: Llama (and SmolLM2), Qwen2, Qwen3, Mistral. It reads the live model's structure once and then
@@ -45,7 +45,6 @@ from trace_lightning.rollout.kv_pool import PagedKV
 from trace_lightning.rollout.shared_linear import SharedLinear
 from trace_lightning.rollout.snapshot import SnapshotLinear
 
-FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face name -> kernel's
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone
 
@@ -72,7 +71,7 @@ class _Layer:
 
 
 class FusedDecoder(Decoder):
-    """Own forward for the families in `FUSED_FAMILIES`.
+    """Own forward for the families in `models.fused.FUSED_FAMILIES`.
 
     Raises:
         ValueError: an activation that no kernel has, or a recipe that excludes a part of a fused group.

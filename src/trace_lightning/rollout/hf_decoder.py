@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from trace_kernels import BlockFormat, get_format
 from trace_kernels.compensation import compensated
-from trace_kernels.kv_append import rotate
+from trace_kernels.hadamard import rotate
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 from trace_lightning.models.lora import frozen_tensors
 from trace_lightning.models.policy import logits_head

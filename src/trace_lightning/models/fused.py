@@ -1,0 +1,65 @@
+"""Norms and rotary embeddings of the trainer in one kernel each, for the families that compute them alike.
+
+transformers writes both as a dozen torch operators over FP32 tensors. On a GPU these take longer than the matmuls of a
+1.7B model, whatever the recipe. `fuse_modules` swaps each RMSNorm for one that owns the same parameter (names,
+optimizer and state_dict do not change), and `apply_rotary_pos_emb` in the family's module of transformers for one with
+the same values: attention calls it as a global, so there is no narrower place. On a CPU both compute what they did
+before, bit for bit.
+
+What was left out: other families. Gemma multiplies by 1 + weight, OLMo casts in another order; they keep their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trace_kernels.rms_norm import rms_norm
+from trace_kernels.rotary import rotary
+from trace_lightning.models.layout import attention_module, find_decoder_layers
+
+FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+class FusedRMSNorm(nn.Module):
+    """`gain * x / rms(x)` in one launch; shares its parameter with the norm it stands for."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = original.weight, original.variance_epsilon
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class FusedRotary:
+    """`apply_rotary_pos_emb` of a family, queries and keys in one launch each."""
+
+    def __init__(self, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.original = original
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1]:
+            return self.original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotary(q, cos, sin), rotary(k, cos, sin)
+
+
+def fuse_modules(model: PreTrainedModel) -> None:
+    """Swap the norms of `model`, and its family's rotary embedding, in place; other families stay as they are."""
+    if model.config.model_type not in FUSED_FAMILIES:
+        return
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, FusedRMSNorm(module))
+    attention = attention_module(find_decoder_layers(model)[1][0])
+    family: Any = sys.modules[type(attention).__module__]
+    if not isinstance(family.apply_rotary_pos_emb, FusedRotary):
+        family.apply_rotary_pos_emb = FusedRotary(family.apply_rotary_pos_emb)

@@ -1,0 +1,77 @@
+"""Norms and rotary embeddings in one kernel each: the same model on a CPU, no worse than torch on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics import assert_bit_equal, assert_no_worse_than_torch
+from tiny import make_model
+from trace_lightning.models.fused import FUSED_FAMILIES, FusedRMSNorm, FusedRotary, fuse_modules
+
+IDS = torch.arange(3, 45).view(2, 21)
+
+
+def values_and_gradients(model: torch.nn.Module, ids: Tensor, autocast: bool = False) -> dict[str, Tensor]:
+    """Logits, and the gradient of every parameter, by name."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(ids).logits
+    model.zero_grad()
+    logits.float().log_softmax(-1)[..., 7].mean().backward()
+    return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def rotary_of(model: torch.nn.Module) -> object:
+    return sys.modules[type(model).__module__].apply_rotary_pos_emb
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_on_a_cpu_nothing_changes(family):
+    model = make_model(family)
+    before, names = values_and_gradients(model, IDS), list(model.state_dict())
+    fuse_modules(model)
+    assert list(model.state_dict()) == names
+    assert isinstance(rotary_of(model), FusedRotary)
+    assert not any(type(m).__name__.endswith("RMSNorm") and type(m) is not FusedRMSNorm for m in model.modules())
+    for name, value in values_and_gradients(copy.deepcopy(model), IDS).items():
+        assert_bit_equal(value, before[name])
+
+
+def test_parameters_are_shared_and_twice_is_once():
+    model = make_model("qwen3")
+    norm = model.model.layers[0].input_layernorm
+    fuse_modules(model)
+    fused, turn = model.model.layers[0].input_layernorm, rotary_of(model)
+    assert fused.weight is norm.weight
+    fuse_modules(model)
+    assert model.model.layers[0].input_layernorm is fused
+    assert rotary_of(model) is turn
+    assert not isinstance(turn.original, FusedRotary)
+
+
+def test_other_families_keep_their_own():
+    model = make_model("gemma")
+    fuse_modules(model)
+    assert not any(isinstance(module, FusedRMSNorm) for module in model.modules())
+    assert not isinstance(rotary_of(model), FusedRotary)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_gpu_model_is_no_worse_than_torch(family, autocast, monkeypatch):
+    ids = IDS.cuda()
+    model = make_model(family, hidden_size=256, intermediate_size=512)
+    exact = values_and_gradients(copy.deepcopy(model).double(), IDS)
+    torchs = copy.deepcopy(model).cuda()
+    fuse_modules(model)
+    ours = values_and_gradients(model.cuda(), ids, autocast)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", rotary_of(model).original)
+    torchs = values_and_gradients(torchs, ids, autocast)
+    for name, value in ours.items():
+        right = exact[name]
+        assert_no_worse_than_torch(value.cpu(), torchs[name].cpu(), right, factor=4, floor=1e-6 * right.abs().max())
