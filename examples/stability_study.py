@@ -34,7 +34,7 @@ W4A16 = "--recipe.activations=none"
 SIX = "--recipe.guidance.sites=[attn_in,o_in,mlp_in,down_in,k,v]"
 NAIVE = [*NOT_GUIDED, "--recipe.trainer=bf16"]
 QUADS = [*NOT_GUIDED, "--recipe.trainer=qat_weights", "--recipe.residual_share=0.5"]
-MILD = f"--recipe={CONFIG.parent / 'recipes' / 'hopper_small.yaml'}"
+MILD_W4A16, MILD = (f"--recipe={CONFIG.parent / 'recipes' / f'{gpu}_small.yaml'}" for gpu in ("hopper", "blackwell"))
 ARMS: dict[str, tuple[str, list[str]]] = {
     "bf16": (
         "BF16 rollout",
@@ -52,7 +52,8 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     "qat_w4a16": ("W4A16KV4, symmetric QAT, TIS", [*NOT_GUIDED, W4A16]),
     "trace_w4a16": ("W4A16KV4, TRACE as shipped, TIS", [W4A16]),
     "trace_w4a16_46": ("W4A16KV4 with four-over-six, TRACE as shipped, TIS", [W4A16, "--recipe.four_over_six=true"]),
-    "trace_w4a16_mild": ("W4A16KV4 rounded mildly, TRACE as shipped, TIS", [MILD]),
+    "trace_w4a16_mild": ("W4A16KV4 rounded mildly, TRACE as shipped, TIS", [MILD_W4A16]),
+    "trace_mild": ("W4A4KV4 rounded mildly, TRACE, TIS", [MILD]),
 }
 DEFAULT_ARMS = ["bf16", "naive", "naive_tis", "qat", "quads", "trace_half", "trace", "trace_six"]
 HARD = ["--model.num_minibatches=4"]

@@ -85,8 +85,8 @@ def test_every_recipe_has_a_header_and_runs_on_top_of_a_config(recipe, tmp_path,
     assert written["guidance"] | content["guidance"] == written["guidance"]
 
 
-def test_the_recipes_are_three():
-    assert [path.stem for path in RECIPES] == ["blackwell", "hopper", "hopper_small"]
+def test_the_recipes_are_four():
+    assert [path.stem for path in RECIPES] == ["blackwell", "blackwell_small", "hopper", "hopper_small"]
 
 
 ALGORITHM_NAMES = (

@@ -18,6 +18,12 @@ PROBLEM = Problem(prompt="", answer="18, 21, 24, 27", info={"last": 15, "step": 
         ("18,21,24,27", 4),
         (" 18, 21, 25, 28", 3),  # one wrong term is one wrong step
         (" 18, 22", 1),
+        (" 18, 22, 25, 28", 3),  # judged from what was written
+        (" 9, 12, 15, 9", 0),  # the given terms again
+        (" 12, 15, 12, 15", 0),
+        (" 15, 18, 21, 24", 3),  # from the last given term on
+        (" 18, 21, 18, 21", 2),  # loops later
+        (" 18, 15, 18, 21", 2),
         (" 19, 22, 25, 28", 3),
         (" 18, 21, 24, 27, 30, 33", 4),  # more than was asked for
         (" 18, 21\n24, 27", 2),  # only the first line

@@ -37,6 +37,7 @@ from trace_lightning.callbacks.checks import (
 from trace_lightning.callbacks.conversations import TaskConversations, stop_if_all_failed, task_of
 from trace_lightning.callbacks.scorers import Reward, Scorers
 from trace_lightning.callbacks.signals import ParentWatch, StopSignals
+from trace_lightning.callbacks.standstill import Standstill
 from trace_lightning.callbacks.step_values import StepValues
 from trace_lightning.data import run_seed
 from trace_lightning.metrics.scalars import host_scalars
@@ -128,6 +129,7 @@ class Rollout(Callback):
         self.dynamic_sampling, self.turns = dynamic_sampling, turns
         self.max_version_diff, self.ahead_sms = max_version_diff, ahead_sms
         self._conversations = TaskConversations(turns)
+        self._standstill = Standstill()
         self._values = StepValues(ahead=max_version_diff > 0, refills=dynamic_sampling is not None)
         self.scorers = Scorers(rewards, reward_weights, reward_workers, reward_time_limit)
         self.progress: Callable[[int, int], None] | None = None  # a progress bar may hook in here and at the phases
@@ -283,8 +285,10 @@ class Rollout(Callback):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         """Log rewards, completions and throughput of the step."""
-        values = self._values.of(trainer, pl_module, batch, self._failures)
-        pl_module.log_dict(host_scalars(values), batch_size=len(batch.prompts))
+        values = host_scalars(self._values.of(trainer, pl_module, batch, self._failures))
+        pl_module.log_dict(values, batch_size=len(batch.prompts))
+        if trainer.is_global_zero and self.num_generations > 1:
+            self._standstill.observe(values)
         if pl_module.guidance_failed and pl_module.recipe.guidance.fallback and not self._widened:
             self._widen_guidance()
         self._enter("idle")

@@ -6,6 +6,10 @@ judged by itself: a wrong term costs one step, and the next one is judged from w
 
     3, 7, 11, 15, 19, 23, 27\n                     worked example: as many terms as are asked for
     9, 12, 15,            " 18, 21, 24, 27\n"      reward 4 / 4; " 18, 21, 25, 28": 3 / 4; " 18, 22": 1 / 4
+                          " 9, 12, 15, 9"         0: only what lies beyond every number before it counts
+
+Without the last rule, repeating the three given terms earns two thirds, and a policy that finds this stays there
+(docs/results/stability.md).
 
 What was left out: answers of free length. `terms` bounds them, so nothing is gained by writing on.
 """
@@ -26,7 +30,8 @@ _EXAMPLE = (3, 4)  # start and step of the worked example; it is asked in traini
 class RightSteps(RewardFn):
     """Share of `info["terms"]` steps that are right: term minus the one before it equals `info["step"]`.
 
-    The first line counts, up to its first part that is no integer. Terms beyond `info["terms"]` count for nothing.
+    A term no larger than one before it, given or written, is no right step. The first line counts, up to its first part
+    that is no integer. Terms beyond `info["terms"]` count for nothing.
     """
 
     name = "right_steps"
@@ -34,12 +39,13 @@ class RightSteps(RewardFn):
 
     def __call__(self, completion: str, problem: Problem) -> float:
         previous, step, terms = (int(problem.info[name]) for name in ("last", "step", "terms"))
-        right = 0
+        right, largest = 0, previous
         for part in completion.split("\n", 1)[0].split(",")[:terms]:
             if re.fullmatch(r"[+-]?[0-9]{1,18}", part.strip()) is None:
                 break
-            right += int(part) - previous == step
-            previous = int(part)
+            term = int(part)
+            right += term - previous == step and term > largest
+            previous, largest = term, max(largest, term)
         return right / terms
 
 
