@@ -1,4 +1,4 @@
-"""Progressions: every step counts by itself, nothing is gained by other text, and held-out questions stay out."""
+"""Progressions: steps count one by one, nothing is gained by other text, and held-out questions stay out."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ PROBLEM = Problem(prompt="", answer="18, 21, 24, 27", info={"last": 15, "step": 
     [
         (" 18, 21, 24, 27\n", 4),
         ("18,21,24,27", 4),
-        (" 18, 21, 25, 28", 3),  # one wrong term is one wrong step
+        (" 18, 21, 25, 28", 2),  # a wrong term costs its step and the next
         (" 18, 22", 1),
-        (" 18, 22, 25, 28", 3),  # judged from what was written
+        (" 18, 22, 25, 28", 2),  # judged from what was written
         (" 9, 12, 15, 9", 0),  # the given terms again
         (" 12, 15, 12, 15", 0),
-        (" 15, 18, 21, 24", 3),  # from the last given term on
+        (" 17, 20, 22, 25", 0),  # every second step is right
+        (" 15, 18, 21, 24", 2),  # from the last given term on
         (" 18, 21, 18, 21", 2),  # loops later
-        (" 18, 15, 18, 21", 2),
-        (" 19, 22, 25, 28", 3),
+        (" 18, 15, 18, 21", 1),
+        (" 19, 22, 25, 28", 2),
         (" 18, 21, 24, 27, 30, 33", 4),  # more than was asked for
         (" 18, 21\n24, 27", 2),  # only the first line
         (" 18, 21, x, 24, 27", 2),

@@ -2,13 +2,15 @@ r"""`ArithmeticProgressions`: long answers that a small pretrained model can lea
 
 A gap between trainer and rollout adds up along an answer, so a study of it needs answers of a hundred tokens or more.
 SmolLM2-135M gets no such answer wholly right, and a reward of 0 for all of them teaches nothing. Here each step is
-judged by itself: a wrong term costs one step, and the next one is judged from what was written.
+judged from the term before it, as it was written: a wrong term costs its own step and the next.
 
     3, 7, 11, 15, 19, 23, 27\n                     worked example: as many terms as are asked for
-    9, 12, 15,            " 18, 21, 24, 27\n"      reward 4 / 4; " 18, 21, 25, 28": 3 / 4; " 18, 22": 1 / 4
+    9, 12, 15,            " 18, 21, 24, 27\n"      reward 4 / 4; " 18, 21, 25, 28": 2 / 4; " 18, 22": 1 / 4
                           " 9, 12, 15, 9"         0: only what lies beyond every number before it counts
+                          " 17, 20, 22, 25"       0: a right step after a wrong one does not count
 
-Without the last rule, repeating the three given terms earns two thirds, and a policy that finds this stays there
+Both rules are against answers that are worth much and lead nowhere: where every right step counted, repeating the
+three given terms earned two thirds and every second step half, and policies that found this stayed there
 (docs/results/stability.md).
 
 What was left out: answers of free length. `terms` bounds them, so nothing is gained by writing on.
@@ -28,10 +30,11 @@ _EXAMPLE = (3, 4)  # start and step of the worked example; it is asked in traini
 
 
 class RightSteps(RewardFn):
-    """Share of `info["terms"]` steps that are right: term minus the one before it equals `info["step"]`.
+    """Share of `info["terms"]` steps that are right and follow no wrong one.
 
-    A term no larger than one before it, given or written, is no right step. The first line counts, up to its first part
-    that is no integer. Terms beyond `info["terms"]` count for nothing.
+    A step is right if its term minus the one before it equals `info["step"]`, and no number before it, given or
+    written, is as large. The first line counts, up to its first part that is no integer. Terms beyond `info["terms"]`
+    count for nothing.
     """
 
     name = "right_steps"
@@ -39,14 +42,15 @@ class RightSteps(RewardFn):
 
     def __call__(self, completion: str, problem: Problem) -> float:
         previous, step, terms = (int(problem.info[name]) for name in ("last", "step", "terms"))
-        right, largest = 0, previous
+        counted, largest, was_right = 0, previous, True
         for part in completion.split("\n", 1)[0].split(",")[:terms]:
             if re.fullmatch(r"[+-]?[0-9]{1,18}", part.strip()) is None:
                 break
             term = int(part)
-            right += term - previous == step and term > largest
-            previous, largest = term, max(largest, term)
-        return right / terms
+            right = term - previous == step and term > largest
+            counted += right and was_right
+            previous, largest, was_right = term, max(largest, term), right
+        return counted / terms
 
 
 class ArithmeticProgressions(Task):
