@@ -1,4 +1,4 @@
-"""The trainer's norms, rotary embedding and rotation, forward and backward, for one micro-batch of a 1.7B model.
+"""The trainer's norms, rotary embedding, rotation and gated activation on one micro-batch of a 1.7B model.
 
     python kernels/bench/bench_trainer.py [--json PATH]
 
@@ -19,8 +19,9 @@ from triton.testing import do_bench
 from trace_kernels.hadamard import rotate, rotate_reference
 from trace_kernels.rms_norm import rms_norm, rms_norm_reference
 from trace_kernels.rotary import rotary, rotary_reference
+from trace_kernels.swiglu import swiglu, swiglu_reference
 
-TOKENS, WIDTH, HEADS, HEAD_DIM, EPS = 16384, 2048, 16, 128, 1e-6
+TOKENS, WIDTH, HEADS, HEAD_DIM, MLP_WIDTH, EPS = 16384, 2048, 16, 128, 6144, 1e-6
 Function = Callable[..., Tensor]
 
 
@@ -66,6 +67,8 @@ def main() -> None:
     cos, sin = torch.randn(2, 1, TOKENS, HEAD_DIM, device=device)
     bench(report, "rotary", rotary, rotary_reference, [heads.transpose(1, 2).detach()], cos, sin)
     bench(report, "rotation", rotate, rotate_reference, [heads.transpose(1, 2).detach()])
+    gate, up = torch.randn(2, TOKENS, MLP_WIDTH, device=device, dtype=torch.bfloat16)
+    bench(report, "gated activation", swiglu, swiglu_reference, [gate, up])
     report.save()
 
 

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and rotation of the trainer, as a 1.7B model launches them under autocast."""
+"""Norm, rotary embedding, rotation and gated activation of the trainer, as a 1.7B model launches them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from compile_gate import Case
 from trace_kernels.hadamard import rotate_kernel
 from trace_kernels.rms_norm import rms_norm_backward_kernel, rms_norm_kernel
 from trace_kernels.rotary import rotary_kernel
+from trace_kernels.swiglu import swiglu_backward_kernel, swiglu_kernel
 
 NUMBERS = {"M": "i32", "C": "i32", "eps": "fp32", "inverse_C": "fp32"}
 ROW, HEADS = {"R": 1, "BLOCK_C": 2048}, {"R": 16, "BLOCK_C": 128}
@@ -48,6 +49,20 @@ CASES = [
         name="trainer-rotate",
         kernel=rotate_kernel,
         signature={"X": "*fp32", "Y": "*fp32", "numel": "i32"},
+        constexprs={"TILE": 2048},
+        options={"num_warps": 4, "enable_fp_fusion": False},
+    ),
+    Case(
+        name="trainer-swiglu",
+        kernel=swiglu_kernel,
+        signature={"GATE": "*bf16", "UP": "*bf16", "Y": "*bf16", "numel": "i32"},
+        constexprs={"TILE": 2048},
+        options={"num_warps": 4, "enable_fp_fusion": False},
+    ),
+    Case(
+        name="trainer-swiglu-backward",
+        kernel=swiglu_backward_kernel,
+        signature=dict.fromkeys(("GATE", "UP", "DY", "DGATE", "DUP"), "*bf16") | {"numel": "i32"},
         constexprs={"TILE": 2048},
         options={"num_warps": 4, "enable_fp_fusion": False},
     ),

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings in one kernel each: the same model on a CPU, no worse than torch on a GPU."""
+"""Norms, rotary embeddings and MLPs in one kernel each: the same model on a CPU, no worse than torch on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import make_model
-from trace_lightning.models.fused import FUSED_FAMILIES, FusedRMSNorm, FusedRotary, fuse_modules
+from trace_lightning.models.fused import FUSED_FAMILIES, FusedMLP, FusedRMSNorm, FusedRotary, fuse_modules
 
 IDS = torch.arange(3, 45).view(2, 21)
 
@@ -36,7 +36,8 @@ def test_on_a_cpu_nothing_changes(family):
     fuse_modules(model)
     assert list(model.state_dict()) == names
     assert isinstance(rotary_of(model), FusedRotary)
-    assert not any(type(m).__name__.endswith("RMSNorm") and type(m) is not FusedRMSNorm for m in model.modules())
+    kinds = {type(module) for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "MLP"))}
+    assert kinds == {FusedRMSNorm, FusedMLP}
     for name, value in values_and_gradients(copy.deepcopy(model), IDS).items():
         assert_bit_equal(value, before[name])
 
@@ -58,6 +59,13 @@ def test_other_families_keep_their_own():
     fuse_modules(model)
     assert not any(isinstance(module, FusedRMSNorm) for module in model.modules())
     assert not isinstance(rotary_of(model), FusedRotary)
+
+
+def test_another_activation_keeps_its_mlp():
+    model = make_model("llama", hidden_act="gelu")
+    fuse_modules(model)
+    assert not any(isinstance(module, FusedMLP) for module in model.modules())
+    assert isinstance(model.model.norm, FusedRMSNorm)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,10 @@
-"""Norms and rotary embeddings of the trainer in one kernel each, for the families that compute them alike.
+"""Norms, rotary embeddings and gated activations of the trainer in one kernel each, for families that have them alike.
 
-transformers writes both as a dozen torch operators over FP32 tensors. On a GPU these take longer than the matmuls of a
-1.7B model, whatever the recipe. `fuse_modules` swaps each RMSNorm for one that owns the same parameter (names,
-optimizer and state_dict do not change), and `apply_rotary_pos_emb` in the family's module of transformers for one with
-the same values: attention calls it as a global, so there is no narrower place. On a CPU both compute what they did
-before, bit for bit.
+transformers writes them as dozens of torch operators, most of them over FP32 tensors. On a GPU these take longer than
+the matmuls of a 1.7B model, whatever the recipe. `fuse_modules` swaps each RMSNorm and MLP for one that owns the same
+parameters (names, optimizer and state_dict do not change), and `apply_rotary_pos_emb` in the family's module of
+transformers for one with the same values: attention calls it as a global, so there is no narrower place. On a CPU all
+three compute what they did before, bit for bit.
 
 What was left out: other families. Gemma multiplies by 1 + weight, OLMo casts in another order; they keep their own.
 """
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from trace_kernels.rms_norm import rms_norm
 from trace_kernels.rotary import rotary
+from trace_kernels.swiglu import swiglu
 from trace_lightning.models.layout import attention_module, find_decoder_layers
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -39,6 +40,18 @@ class FusedRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+class FusedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` with one launch between the linears; they are those of the MLP it stands for."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = original.gate_proj, original.up_proj, original.down_proj
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(swiglu(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+        return down
+
+
 class FusedRotary:
     """`apply_rotary_pos_emb` of a family, queries and keys in one launch each."""
 
@@ -52,13 +65,15 @@ class FusedRotary:
 
 
 def fuse_modules(model: PreTrainedModel) -> None:
-    """Swap the norms of `model`, and its family's rotary embedding, in place; other families stay as they are."""
+    """Swap norms and MLPs of `model`, and its family's rotary embedding, in place; other families stay as they are."""
     if model.config.model_type not in FUSED_FAMILIES:
         return
+    fused = {"RMSNorm": FusedRMSNorm, **({"MLP": FusedMLP} if model.config.hidden_act == "silu" else {})}
     for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm):
+        kind = next((kind for kind in fused if type(module).__name__.endswith(kind)), None)
+        if kind is not None and not isinstance(module, fused[kind]):
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, FusedRMSNorm(module))
+            setattr(model.get_submodule(parent), leaf, fused[kind](module))
     attention = attention_module(find_decoder_layers(model)[1][0])
     family: Any = sys.modules[type(attention).__module__]
     if not isinstance(family.apply_rotary_pos_emb, FusedRotary):

@@ -1,0 +1,109 @@
+"""`silu(gate) * up` with a gradient: the trainer's twin of `gated_activation.py`.
+
+    gate, up [..., I] in X  ->  y [..., I] in X
+
+    forward    gate, up in, y out             a = X(silu(gate)),  y = X(a up)
+    backward   gate, up, dy in, both gradients out
+
+In torch it is two launches forward and four backward, and silu(gate) is kept for the backward pass: I elements per
+token and layer. Here it is computed anew, in registers. Casts are torch's: the activation is computed in FP32 and
+rounded to X, and so are the product and each gradient.
+
+What was left out: other activations, which no family in `models/fused.py` is trained with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trace_kernels.rows import TRITON_DTYPE, round_to
+
+_TILE = 2048  # elements a program takes
+
+
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """`swiglu` in torch; autograd has its gradient."""
+    return F.silu(gate) * up
+
+
+@triton.jit
+def _sigmoid(x):
+    one = tl.full(x.shape, 1.0, tl.float32)
+    return tl.math.div_rn(one, one + tl.exp(-x))
+
+
+@triton.jit
+def swiglu_kernel(GATE, UP, Y, numel, TILE: tl.constexpr):
+    """Grid (tiles)."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    gate = tl.load(GATE + at, mask=at < numel, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=at < numel, other=0.0).to(tl.float32)
+    active = round_to(tl.math.div_rn(gate, 1.0 + tl.exp(-gate)), GATE.dtype.element_ty)
+    tl.store(Y + at, (active * up).to(Y.dtype.element_ty), mask=at < numel)
+
+
+@triton.jit
+def swiglu_backward_kernel(GATE, UP, DY, DGATE, DUP, numel, TILE: tl.constexpr):
+    """Grid (tiles)."""
+    X: tl.constexpr = GATE.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    gate = tl.load(GATE + at, mask=at < numel, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=at < numel, other=0.0).to(tl.float32)
+    dy = tl.load(DY + at, mask=at < numel, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid(gate)
+    tl.store(DUP + at, (dy * round_to(tl.math.div_rn(gate, 1.0 + tl.exp(-gate)), X)).to(X), mask=at < numel)
+    tl.store(DGATE + at, (round_to(dy * up, X) * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(X), mask=at < numel)
+
+
+def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
+    """Triton twin of `swiglu_reference`, without gradient."""
+    gate, up = gate.contiguous(), up.contiguous()
+    y, grid = torch.empty_like(gate), (triton.cdiv(gate.numel(), _TILE),)
+    if gate.numel():
+        swiglu_kernel[grid](gate, up, y, gate.numel(), TILE=_TILE, enable_fp_fusion=False)
+    return y
+
+
+def swiglu_backward_triton(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu` for gate and up."""
+    gate, up, dy = gate.contiguous(), up.contiguous(), dy.contiguous()
+    dgate, dup, grid = torch.empty_like(gate), torch.empty_like(up), (triton.cdiv(gate.numel(), _TILE),)
+    if gate.numel():
+        tensors = gate, up, dy, dgate, dup
+        swiglu_backward_kernel[grid](*tensors, gate.numel(), TILE=_TILE, enable_fp_fusion=False)
+    return dgate, dup
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu_triton(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return swiglu_backward_triton(*ctx.saved_tensors, dy)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, with gradients.
+
+    Args:
+        gate: [..., I]; FP32, BF16 or FP16.
+        up: same shape and dtype.
+
+    Returns:
+        Their shape and dtype. On a CPU it is the reference, bit for bit.
+    """
+    if gate.is_cuda and gate.dtype == up.dtype and gate.dtype in TRITON_DTYPE:
+        result: Tensor = _SwiGLU.apply(gate, up)
+        return result
+    return swiglu_reference(gate, up)
