@@ -32,7 +32,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_LIGHTNING = {"cli", "module", "data", "ranks", "strategy", "trainer_checks", "callbacks"} | LAYERS[-1]
 RUNS_ANYWHERE = ("trace_lightning.rl", "trace_lightning.tasks", "trace_lightning.metrics.functional")
 KERNELS_MAY_IMPORT = {"torch", "triton", "trace_kernels", *sys.stdlib_module_names}
-MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 27_800, 30  # an evening's reading; raised on purpose only
+MAX_FILE_LINES, MAX_SRC_LINES, P90_FUNCTION_LINES = 500, 28_000, 30  # an evening's reading; raised on purpose only
 
 
 @dataclass(frozen=True)

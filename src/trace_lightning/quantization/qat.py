@@ -35,6 +35,7 @@ from trace_lightning.models.fused import fuse_modules
 from trace_lightning.models.layout import Layout, LinearGroup, attention_module, read_layout
 from trace_lightning.quantization.kv import KVWeights, kv_outer_scales
 from trace_lightning.quantization.rounding import NEAREST, Rounding, round_site
+from trace_lightning.quantization.shared_cast import cast_for
 from trace_lightning.quantization.weights import peaks, quantized_weight, shared_outer
 from trace_lightning.recipe import QuantRecipe
 
@@ -63,8 +64,7 @@ class QATGroup:
         self.cached: dict[int, Tensor] | None = None  # see QATState.cache_weights
         self.cached_outer: Tensor | None = None
         self._input: Tensor | None = None
-        self._rounded: Tensor | None = None
-        self._uses = 0
+        self._for_members: list[Tensor] = []  # one for each that has not taken it yet
 
     @property
     def is_plain(self) -> bool:
@@ -72,18 +72,19 @@ class QATGroup:
         return all(type(member).merged is QATLinear.merged for member in self.members)
 
     def round_input(self, x: Tensor) -> Tensor:
-        """The input as the rollout would see it; rounded once for all members."""
-        if self.activations is None:
+        """The input as the rollout would see it; rounded, and cast for the matmuls, once for all members."""
+        dtype = _matmul_dtype(x)
+        if self.activations is None and (dtype == x.dtype or len(self.members) == 1):
             return x
         if self._input is not x:
-            flat = x.reshape(-1, x.shape[-1])
-            rounded = self._round(flat, self.activations)
-            self._input, self._rounded, self._uses = x, rounded.view(x.shape), 0
-        assert self._rounded is not None
-        rounded, self._uses = self._rounded, self._uses + 1
-        if self._uses == len(self.members):
-            self._input = self._rounded = None
-        return rounded
+            rounded = x
+            if self.activations is not None:
+                rounded = self._round(x.reshape(-1, x.shape[-1]), self.activations).view(x.shape)
+            self._input, self._for_members = x, cast_for(rounded, dtype, len(self.members))
+        taken = self._for_members.pop(0)
+        if not self._for_members:
+            self._input = None
+        return taken
 
     def _round(self, x: Tensor, fmt: BlockFormat) -> Tensor:
         if not self.residual_share:
@@ -116,10 +117,10 @@ class QATGroup:
         return outer
 
 
-def _matmul_dtype(weight: Tensor) -> torch.dtype:
-    """What autocast will multiply in: casting the rounded weight once is the same, and halves what is kept of it."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """What autocast will multiply `x` in: a cast before it is the same, and a rounded weight takes half the memory."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class QATLinear(nn.Linear):
