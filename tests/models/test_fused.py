@@ -11,7 +11,11 @@ from torch import Tensor
 
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import make_model
+from trace_kernels.rms_norm import _RMSNorm
+from trace_kernels.rotary import _Rotary
+from trace_kernels.swiglu import _SwiGLU
 from trace_lightning.models.fused import FUSED_FAMILIES, FusedMLP, FusedRMSNorm, FusedRotary, fuse_modules
+from trace_lightning.models.policy import set_gradient_checkpointing
 
 IDS = torch.arange(3, 45).view(2, 21)
 
@@ -68,6 +72,21 @@ def test_another_activation_keeps_its_mlp():
     assert isinstance(model.model.norm, FusedRMSNorm)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_kernels_give_the_gradients_of_a_model(recompute, monkeypatch):
+    """The path of a GPU, in the interpreter: no worse than torch's own FP32 gradients."""
+    model = make_model("qwen3")
+    exact = values_and_gradients(copy.deepcopy(model).double(), IDS)
+    torchs = values_and_gradients(model, IDS)
+    fuse_modules(model)
+    set_gradient_checkpointing(model.train(), recompute)
+    for name, function in (("rms_norm", _RMSNorm), ("rotary", _Rotary), ("swiglu", _SwiGLU)):
+        monkeypatch.setattr(f"trace_lightning.models.fused.{name}", function.apply)
+    for name, value in values_and_gradients(model, IDS).items():
+        right = exact[name]
+        assert_no_worse_than_torch(value, torchs[name], right, factor=4, floor=1e-6 * right.abs().max().item())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
@@ -82,4 +101,6 @@ def test_gpu_model_is_no_worse_than_torch(family, autocast, monkeypatch):
     torchs = values_and_gradients(torchs, ids, autocast)
     for name, value in ours.items():
         right = exact[name]
-        assert_no_worse_than_torch(value.cpu(), torchs[name].cpu(), right, factor=4, floor=1e-6 * right.abs().max())
+        assert_no_worse_than_torch(
+            value.cpu(), torchs[name].cpu(), right, factor=4, floor=1e-6 * right.abs().max().item()
+        )

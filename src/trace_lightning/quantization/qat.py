@@ -7,7 +7,7 @@ parameters (names, optimizer and state_dict do not change), and points attention
 rounds travels with the call: `model(ids, trace_ctx=GuidedRounding(rows))`. transformers hands unknown keyword
 arguments down to every decoder layer, also when gradient checkpointing calls it a second time in the backward pass, so
 the recomputed forward is guided by the same rows. MLP linears get no keyword arguments; a hook on the layer tells them.
-Norms and rotary embeddings become one kernel each (`models/fused.py`), whatever the recipe.
+Norms, rotary embeddings and gated activations become one kernel each (`models/fused.py`), whatever the recipe.
 
 What was left out: a cache object for K/V (training has none), and any rounding of gradients.
 """
