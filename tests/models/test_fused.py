@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_path import use_kernels
 from numerics import assert_bit_equal, assert_no_worse_than_torch
 from tiny import make_model
-from trace_kernels.rms_norm import _RMSNorm
-from trace_kernels.rotary import _Rotary
-from trace_kernels.swiglu import _SwiGLU
 from trace_lightning.models.fused import FUSED_FAMILIES, FusedMLP, FusedRMSNorm, FusedRotary, fuse_modules
 from trace_lightning.models.policy import set_gradient_checkpointing
 
@@ -80,8 +78,7 @@ def test_kernels_give_the_gradients_of_a_model(recompute, monkeypatch):
     torchs = values_and_gradients(model, IDS)
     fuse_modules(model)
     set_gradient_checkpointing(model.train(), recompute)
-    for name, function in (("rms_norm", _RMSNorm), ("rotary", _Rotary), ("swiglu", _SwiGLU)):
-        monkeypatch.setattr(f"trace_lightning.models.fused.{name}", function.apply)
+    use_kernels(monkeypatch)
     for name, value in values_and_gradients(model, IDS).items():
         right = exact[name]
         assert_no_worse_than_torch(value, torchs[name], right, factor=4, floor=1e-6 * right.abs().max().item())

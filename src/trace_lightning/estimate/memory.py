@@ -47,23 +47,22 @@ class Item:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Bytes per token that autograd keeps of one Qwen3 layer: tensor by tensor, and exact for sdpa (tests).
+    """Bytes per token that autograd keeps of one Qwen3 layer on a GPU: tensor by tensor, and exact for sdpa (tests).
 
-    With FP32 masters the residual stream is FP32: two of it (8 H), two normalised (8 H), five BF16 inputs of linears
-    (10 H); in BF16 two FP32 copies for the norms (8 H), two normalised and two scaled (8 H). Then q: FP32, normalised,
-    rotated, attended (10 q); k and v alike (10 kv); gate, its activation, up, product (8 I); statistics of norms and
-    attention; and the rounded attention output (2 q) where activations are quantised. Families without QK-norm keep
-    less.
+    The residual stream before each norm: two in FP32 with FP32 masters (8 H), in BF16 with BF16 ones (4 H). BF16 inputs
+    of linears: one for q, k and v and one for gate and up (4 H), or one each where nothing is quantised and each linear
+    casts FP32 by itself (10 H). Then q before its norm, as attention reads it, and attended (6 q); k likewise, and v
+    (6 kv); gate, up, product (6 I); attention's statistics; and the rounded attention output (2 q) where activations
+    are quantised. Families without QK-norm keep less.
     """
     shape = plan.shape
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # The gain of a frozen norm needs no gradient, so nothing is kept for it: four numbers in BF16.
-    normalised = 2 * (2 * shape.hidden + queries + keys) if plan.lora_rank else 0
-    stream = (26 if plan.stream_bytes == 4 else 16) * shape.hidden - normalised
-    rounded = 2 * queries if plan.recipe.trained.activations != "none" else 0
-    statistics = 4 * (2 + 2 * shape.heads + shape.kv_heads)
+    trained, wide = plan.recipe.trained, plan.stream_bytes == 4
+    casts = 10 if wide and trained.weights == trained.activations == "none" else 4
+    stream = (2 * plan.stream_bytes + casts) * shape.hidden
+    rounded = 2 * queries if trained.activations != "none" else 0
     low_rank = 2 * plan.lora_rank * LINEARS_PER_LAYER if plan.shares_base else 0
-    return stream + 10 * (queries + keys) + 8 * shape.intermediate + statistics + rounded + low_rank
+    return stream + 6 * (queries + keys + shape.intermediate) + 4 * shape.heads + rounded + low_rank
 
 
 def microbatch_tokens(plan: Plan) -> int:
