@@ -113,7 +113,8 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_triton(dy, *ctx.saved_tensors, backward_to=ctx.dtype), None, None
+        cos, sin = ctx.saved_tensors
+        return rotary_triton(dy, cos, sin, backward_to=ctx.dtype), None, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return swiglu_backward_triton(*ctx.saved_tensors, dy)
+        gate, up = ctx.saved_tensors
+        return swiglu_backward_triton(gate, up, dy)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
