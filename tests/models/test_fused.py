@@ -63,6 +63,15 @@ def test_other_families_keep_their_own():
     assert not isinstance(rotary_of(model), FusedRotary)
 
 
+def test_code_of_its_own_stays():
+    model = make_model("llama")
+    own = type("OwnRMSNorm", (type(model.model.norm),), {"__module__": "modeling_own"})
+    model.model.norm.__class__ = own
+    fuse_modules(model)
+    assert type(model.model.norm) is own
+    assert isinstance(model.model.layers[0].input_layernorm, FusedRMSNorm)
+
+
 def test_another_activation_keeps_its_mlp():
     model = make_model("llama", hidden_act="gelu")
     fuse_modules(model)

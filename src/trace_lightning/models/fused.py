@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from trace_kernels.rms_norm import rms_norm
 from trace_kernels.rotary import rotary
 from trace_kernels.swiglu import swiglu
-from trace_lightning.models.layout import attention_module, find_decoder_layers
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -65,16 +64,20 @@ class FusedRotary:
 
 
 def fuse_modules(model: PreTrainedModel) -> None:
-    """Swap norms and MLPs of `model`, and its family's rotary embedding, in place; other families stay as they are."""
-    if model.config.model_type not in FUSED_FAMILIES:
+    """Swap norms and MLPs of `model`, and its family's rotary embedding, in place; other families stay as they are.
+
+    Only what transformers itself defines for the family: a model that brings code of its own may compute otherwise.
+    """
+    name = model.config.model_type
+    family: Any = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+    if name not in FUSED_FAMILIES or family is None:
         return
     fused = {"RMSNorm": FusedRMSNorm, **({"MLP": FusedMLP} if model.config.hidden_act == "silu" else {})}
     for name, module in list(model.named_modules()):
-        kind = next((kind for kind in fused if type(module).__name__.endswith(kind)), None)
-        if kind is not None and not isinstance(module, fused[kind]):
+        own = type(module).__module__ == family.__name__
+        kind = next((kind for kind in fused if own and type(module).__name__.endswith(kind)), None)
+        if kind is not None:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, fused[kind](module))
-    attention = attention_module(find_decoder_layers(model)[1][0])
-    family: Any = sys.modules[type(attention).__module__]
     if not isinstance(family.apply_rotary_pos_emb, FusedRotary):
         family.apply_rotary_pos_emb = FusedRotary(family.apply_rotary_pos_emb)
