@@ -30,8 +30,10 @@ def seconds(function: Callable[[], Any]) -> float:
     return 1e-3 * float(do_bench(function, return_mode="median"))
 
 
-def bench(report: Report, name: str, ours: Function, reference: Function, leaves: list[Tensor], *rest: Any) -> None:
-    """Both passes of one function of `leaves`, which take gradients."""
+def bench(
+    report: Report, name: str, ours: Function, reference: Function, leaves: list[Tensor], *rest: Any, kept: list[Tensor]
+) -> None:
+    """Both passes of one function of `leaves`, which take gradients; the backward pass reads what is `kept`, and dy."""
     for leaf in leaves:
         leaf.requires_grad_()
     y, expected = ours(*leaves, *rest), reference(*leaves, *rest)
@@ -43,7 +45,8 @@ def bench(report: Report, name: str, ours: Function, reference: Function, leaves
     ):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item(), msg=name)
     read = sum(tensor.nbytes for tensor in (*leaves, *rest) if isinstance(tensor, Tensor))
-    moved = {"forward": read + y.nbytes, "backward": read + dy.nbytes + sum(leaf.nbytes for leaf in leaves)}
+    back = sum(tensor.nbytes for tensor in (*kept, dy, *leaves))
+    moved = {"forward": read + y.nbytes, "backward": back}
     forward = seconds(lambda: ours(*leaves, *rest)), seconds(lambda: reference(*leaves, *rest))
     backward = (
         seconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)),
@@ -60,15 +63,16 @@ def main() -> None:
     torch.manual_seed(0)
     report, device = Report(__doc__.splitlines()[0]), "cuda"
     x, gain = torch.randn(TOKENS, WIDTH, device=device), torch.ones(WIDTH, device=device)
-    bench(report, "norm", rms_norm, rms_norm_reference, [x, gain], EPS)
+    bench(report, "norm", rms_norm, rms_norm_reference, [x, gain], EPS, kept=[x, gain])
     heads = torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device)
     gain = torch.ones(HEAD_DIM, device=device)
-    bench(report, "query norm", rms_norm, rms_norm_reference, [heads.bfloat16(), gain], EPS)
+    queries = heads.bfloat16()
+    bench(report, "query norm", rms_norm, rms_norm_reference, [queries, gain], EPS, kept=[queries, gain])
     cos, sin = torch.randn(2, 1, TOKENS, HEAD_DIM, device=device)
-    bench(report, "rotary", rotary, rotary_reference, [heads.transpose(1, 2).detach()], cos, sin)
-    bench(report, "rotation", rotate, rotate_reference, [heads.transpose(1, 2).detach()])
+    bench(report, "rotary", rotary, rotary_reference, [heads.transpose(1, 2).detach()], cos, sin, kept=[cos, sin])
+    bench(report, "rotation", rotate, rotate_reference, [heads.transpose(1, 2).detach()], kept=[])
     gate, up = torch.randn(2, TOKENS, MLP_WIDTH, device=device, dtype=torch.bfloat16)
-    bench(report, "gated activation", swiglu, swiglu_reference, [gate, up])
+    bench(report, "gated activation", swiglu, swiglu_reference, [gate, up], kept=[gate, up])
     report.save()
 
 

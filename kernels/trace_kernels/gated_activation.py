@@ -72,7 +72,14 @@ def gated_activation_reference(
 
 
 @triton.jit
-def _sigmoid(x):
+def silu(x):
+    """`x sigmoid(x)` in FP32."""
+    return tl.math.div_rn(x, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sigmoid(x):
+    """In FP32."""
     one = tl.full(x.shape, 1.0, tl.float32)
     return tl.math.div_rn(one, one + tl.exp(-x))
 
@@ -80,11 +87,11 @@ def _sigmoid(x):
 @triton.jit
 def _act(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
-        y = tl.math.div_rn(x, 1.0 + tl.exp(-x))
+        y = silu(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:  # (1 + tanh u) / 2 is the sigmoid of 2 u
-        y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return y
 
 

@@ -84,7 +84,7 @@ def rotary_kernel(
 
 def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, *, backward_to: torch.dtype | None = None) -> Tensor:
     """Triton twin of `rotary_reference`; with `backward_to`, a dtype, it takes the gradient of y to that of x."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x, cos, sin = x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
     batch, heads, length, head_dim = x.shape
     wide = torch.promote_types(x.dtype, cos.dtype)
     y = torch.empty_like(x, dtype=wide if backward_to is None else backward_to)
@@ -92,7 +92,7 @@ def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, *, backward_to: torch.dty
         y = torch.empty(x.shape, dtype=y.dtype, device=x.device)
     if x.numel():
         rotary_kernel[batch * length,](
-            *(x, y, cos.contiguous(), sin.contiguous(), length, heads, head_dim),
+            *(x, y, cos, sin, length, heads, head_dim),
             *(*x.stride()[:3], *y.stride()[:3], cos.stride(0) if len(cos) > 1 else 0),
             BACKWARD=backward_to is not None,
             DTYPE=TRITON_DTYPE[wide],

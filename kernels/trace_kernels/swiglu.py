@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trace_kernels.gated_activation import sigmoid, silu
 from trace_kernels.rows import TRITON_DTYPE, round_to
 
 _TILE = 2048  # elements a program takes
@@ -34,18 +35,12 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _sigmoid(x):
-    one = tl.full(x.shape, 1.0, tl.float32)
-    return tl.math.div_rn(one, one + tl.exp(-x))
-
-
-@triton.jit
 def swiglu_kernel(GATE, UP, Y, numel, TILE: tl.constexpr):
     """Grid (tiles)."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     gate = tl.load(GATE + at, mask=at < numel, other=0.0).to(tl.float32)
     up = tl.load(UP + at, mask=at < numel, other=0.0).to(tl.float32)
-    active = round_to(tl.math.div_rn(gate, 1.0 + tl.exp(-gate)), GATE.dtype.element_ty)
+    active = round_to(silu(gate), GATE.dtype.element_ty)
     tl.store(Y + at, (active * up).to(Y.dtype.element_ty), mask=at < numel)
 
 
@@ -57,9 +52,10 @@ def swiglu_backward_kernel(GATE, UP, DY, DGATE, DUP, numel, TILE: tl.constexpr):
     gate = tl.load(GATE + at, mask=at < numel, other=0.0).to(tl.float32)
     up = tl.load(UP + at, mask=at < numel, other=0.0).to(tl.float32)
     dy = tl.load(DY + at, mask=at < numel, other=0.0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
-    tl.store(DUP + at, (dy * round_to(tl.math.div_rn(gate, 1.0 + tl.exp(-gate)), X)).to(X), mask=at < numel)
-    tl.store(DGATE + at, (round_to(dy * up, X) * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(X), mask=at < numel)
+    slope = sigmoid(gate)
+    slope *= 1.0 + gate * (1.0 - slope)
+    tl.store(DUP + at, (dy * round_to(silu(gate), X)).to(X), mask=at < numel)
+    tl.store(DGATE + at, (round_to(dy * up, X) * slope).to(X), mask=at < numel)
 
 
 def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:

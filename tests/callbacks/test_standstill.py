@@ -13,7 +13,7 @@ from trace_lightning.callbacks.standstill import Standstill
 from trace_lightning.data import PromptDataModule
 from trace_lightning.module import PolicyModule
 from trace_lightning.recipe import QuantRecipe
-from trace_lightning.rl import BatchAdvantage
+from trace_lightning.rl import BatchAdvantage, GroupAdvantage
 from trace_lightning.tasks import TwoDigitAddition
 from trace_lightning.types import SamplingParams
 
@@ -52,9 +52,11 @@ def test_a_reward_that_rises_is_left_in_peace(caplog) -> None:
     assert not told([0.95] * 200, [0.002 * i for i in range(200)], caplog)
 
 
-@pytest.mark.parametrize("group", [2, 1])
-def test_a_run_whose_answers_are_all_alike_is_told(group, monkeypatch, caplog) -> None:
-    """Of groups of one nothing is said: there is nothing to compare within them."""
+@pytest.mark.parametrize(
+    ("group", "advantages", "times"), [(2, GroupAdvantage(), 1), (2, BatchAdvantage(), 0), (1, BatchAdvantage(), 0)]
+)
+def test_a_run_whose_answers_are_all_alike_is_told(group, advantages, times, monkeypatch, caplog) -> None:
+    """Unless answers are compared with those to other prompts: equal rewards of a group teach something then."""
     monkeypatch.setattr(standstill, "_ROLLOUTS", 2)
     rollout = Rollout(
         rewards=[lambda completion, problem: 0.5],
@@ -69,6 +71,6 @@ def test_a_run_whose_answers_are_all_alike_is_told(group, monkeypatch, caplog) -
         num_sanity_val_steps=0,
         **{f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")},
     )
-    module = PolicyModule("builtin:tiny-qwen3", QuantRecipe(), advantages=BatchAdvantage())
+    module = PolicyModule("builtin:tiny-qwen3", QuantRecipe(), advantages=advantages)
     trainer.fit(module, PromptDataModule(TwoDigitAddition(), batch_size=2, heldout_size=2))
-    assert caplog.text.count("hardly anything to learn from") == group - 1
+    assert caplog.text.count("hardly anything to learn from") == times

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from numerics import assert_bit_equal, assert_no_worse_than_torch
-from trace_kernels.hadamard import rotate, rotate_reference, rotate_triton
+from trace_kernels.hadamard import _Rotate, rotate, rotate_reference, rotate_triton
 
 
 def heads(dtype: torch.dtype, head_dim: int, device: str = "cpu") -> torch.Tensor:
@@ -35,6 +35,14 @@ def test_other_layouts_are_copied(layout):
     x = torch.randn(3, 32, 16)
     x = {"holes": x[:, ::2], "blocks apart": x.transpose(1, 2), "empty": x[:0]}[layout]
     assert_bit_equal(rotate_triton(x), rotate_reference(x))
+
+
+def test_gradient_is_the_rotation_itself():
+    x, dy = heads(torch.float32, 32).requires_grad_(), heads(torch.float32, 32)
+    (ours,) = torch.autograd.grad(_Rotate.apply(x), x, dy)
+    (torchs,) = torch.autograd.grad(rotate_reference(x), x, dy)
+    assert_bit_equal(ours, rotate_reference(dy))
+    assert_no_worse_than_torch(ours, torchs, rotate_reference(dy.double()).float(), floor=1e-6)
 
 
 @pytest.mark.gpu

@@ -52,6 +52,8 @@ def test_on_a_cpu_it_is_transformers_function():
 
 def test_other_strides_and_no_tokens():
     x, _, cos, sin = inputs(torch.float32, torch.float32, 16)
+    longer = torch.randn(2, 2, 9, 16)[:, :, :5]
+    assert_bit_equal(rotary_triton(x, *longer), rotary_reference(x, *longer))
     reversed_strides = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert_bit_equal(rotary_triton(reversed_strides, cos, sin), rotary_reference(x, cos, sin))
     assert rotary_triton(x[:, :, :0], cos[:, :0], sin[:, :0]).shape == (2, 3, 0, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 
 import pytest
@@ -25,6 +26,15 @@ def values_and_gradients(model: torch.nn.Module, ids: Tensor, autocast: bool = F
     model.zero_grad()
     logits.float().log_softmax(-1)[..., 7].mean().backward()
     return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.fixture(autouse=True)
+def _as_transformers_has_it(monkeypatch):
+    """`install_qat` of any test before may have patched a family for the process."""
+    for family in FUSED_FAMILIES:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        function = module.apply_rotary_pos_emb
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", getattr(function, "original", function))
 
 
 def rotary_of(model: torch.nn.Module) -> object:

@@ -293,7 +293,7 @@ class TestForward:
 
         kept, gradients = run()
         assert kept == {torch.bfloat16}
-        monkeypatch.setattr("trace_lightning.quantization.qat._matmul_dtype", lambda weight: weight.dtype)
+        monkeypatch.setattr("trace_lightning.quantization.qat.matmul_dtype", lambda weight: weight.dtype)
         kept, expected = run()
         assert kept == {torch.float32}
         assert_bit_equal(gradients, expected)

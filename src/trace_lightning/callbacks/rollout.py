@@ -287,7 +287,7 @@ class Rollout(Callback):
         """Log rewards, completions and throughput of the step."""
         values = host_scalars(self._values.of(trainer, pl_module, batch, self._failures))
         pl_module.log_dict(values, batch_size=len(batch.prompts))
-        if trainer.is_global_zero and self.num_generations > 1:
+        if trainer.is_global_zero and self.num_generations > 1 and pl_module.advantages.within_groups:
             self._standstill.observe(values)
         if pl_module.guidance_failed and pl_module.recipe.guidance.fallback and not self._widened:
             self._widen_guidance()

@@ -1,9 +1,9 @@
 """`Standstill`: says once that the rewards of a run teach hardly anything, unless it is because all answers are right.
 
-A group whose answers all have the same reward gives no gradient. A policy that does the same thing every time fills a
-run with such groups, long before it does the right thing: a reward that can be had in part without the task, or
-answers that are all wrong alike. Every other number looks healthy then, the gap of trainer and rollout most of all.
-Nothing is said, of the last 50 rollouts,
+Where answers are compared within their group, a group whose answers all have the same reward gives no gradient. A
+policy that does the same thing every time fills a run with such groups, long before it does the right thing: a reward
+that can be had in part without the task, or answers that are all wrong alike. Every other number looks healthy then,
+the gap of trainer and rollout most of all. Nothing is said of other advantages, nor, of the last 50 rollouts,
 
     below 90 % of groups alike                   there is something to learn from
     second half .02 above the first              it is being learned

@@ -22,7 +22,7 @@ from trace_lightning.estimate.speed import phases, rows_side_by_side, speedups, 
 
 ASSUMPTIONS = (
     "Estimated, not measured. Shares of the roofline were reached on one H200 (1.7B and 8B); other cards are assumed "
-    "to reach them. Training is taken at 35 to 50 % of the matmul rate (1.7B: 46 to 48). Assumed: 1.5 GB of context. "
+    "to reach them. Training is taken at 35 to 50 % of the matmul rate (1.7B: 47 to 49). Assumed: 1.5 GB of context. "
     "Not counted: rewards, padding, communication between GPUs, fragmentation. See docs/estimate.md."
 )
 _ROLLOUT = ("prefill", "decode", "recording")

@@ -4,7 +4,7 @@ The shares were measured on one H200 with the shapes 1.7B and 8B (docs/results/h
 reach the same. They are kept per part of a decode step, because one share for a whole step (BF16 .93 to .95, W4A16KV4
 .53 to .57 at 64 x 8k) promises too much where linears outweigh attention: above 16 rows FP4 linears hardly gain.
 
-Training reached .46 to .48 of the matmul rate with 1.7B and layers recomputed (docs/results/steps.md); it is taken as
+Training reached .47 to .49 of the matmul rate with 1.7B and layers recomputed (docs/results/steps.md); it is taken as
 .35 to .5. Assumed and not measured: AdamW and clipping touch each of a parameter's
 four numbers 2.5 to 5 times; FP8 attention lies between BF16's and FP4's share; MXFP4 is as fast as NVFP4. Left out:
 rewards, padding, the trainer's own rounding, communication between GPUs, preemption.

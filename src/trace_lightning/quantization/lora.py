@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from trace_lightning.models.layout import find_decoder_layers
 from trace_lightning.quantization.packed_tensor import PackedFP4Tensor
-from trace_lightning.quantization.qat import QATGroup, QATLinear
+from trace_lightning.quantization.qat import QATGroup, QATLinear, matmul_dtype
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
 
@@ -115,11 +115,6 @@ class _Merge(torch.autograd.Function):
         return b.T @ grad, grad @ a.T, None, None
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 class AdapterLinear(QATLinear):
     """Rows of its group's frozen base, and an adapter beside them if it is a target. It has no weight of its own."""
 
@@ -152,7 +147,7 @@ class AdapterLinear(QATLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.group.round_input(x)
-        x = x.to(_compute_dtype(x))
+        x = x.to(matmul_dtype(x))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y = _FrozenLinear.apply(x, self.base_values, bias)
         if self.lora_A is None or self.lora_B is None or not self.state.enabled:
@@ -188,7 +183,7 @@ class MergedLinear(QATLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.group.round_input(x)  # maybe narrower than the weight
-        return F.linear(x, self.group.round_weight(self).to(_compute_dtype(x)), self.bias)
+        return F.linear(x, self.group.round_weight(self).to(matmul_dtype(x)), self.bias)
 
 
 def adapter_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:

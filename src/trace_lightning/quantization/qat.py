@@ -73,7 +73,7 @@ class QATGroup:
 
     def round_input(self, x: Tensor) -> Tensor:
         """The input as the rollout would see it; rounded, and cast for the matmuls, once for all members."""
-        dtype = _matmul_dtype(x)
+        dtype = matmul_dtype(x)
         if self.activations is None and (dtype == x.dtype or len(self.members) == 1):
             return x
         if self._input is not x:
@@ -97,11 +97,11 @@ class QATGroup:
         """`DQ(Q(W))` under the group's outer scale, with a straight-through gradient."""
         if self.weights is None:
             merged = linear.merged()  # an own weight stays as it is: autocast keeps the cast ones of a forward
-            return merged if merged is linear.weight else merged.to(_matmul_dtype(linear.weight))
+            return merged if merged is linear.weight else merged.to(matmul_dtype(linear.weight))
         value = None if self.cached is None else self.cached.get(id(linear))
         if value is None:
             with torch.no_grad():
-                outer, dtype = self._weight_outer(self.weights), _matmul_dtype(linear.weight)
+                outer, dtype = self._weight_outer(self.weights), matmul_dtype(linear.weight)
                 value = quantized_weight(linear.merged(), self.weights, outer, dtype=dtype)
             if self.cached is not None:
                 self.cached[id(linear)] = value
@@ -117,7 +117,7 @@ class QATGroup:
         return outer
 
 
-def _matmul_dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """What autocast will multiply `x` in: a cast before it is the same, and a rounded weight takes half the memory."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

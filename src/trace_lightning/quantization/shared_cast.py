@@ -34,7 +34,7 @@ class _CastFor(torch.autograd.Function):
 
 
 def cast_for(x: Tensor, dtype: torch.dtype, n: int) -> list[Tensor]:
-    """`x` in `dtype`, n times over, for n linears; each result must be used, and only once.
+    """`x` in `dtype`, n times over, one for each of n linears: several uses of one result add up in the narrow dtype.
 
     Args:
         x: [..., C].

@@ -30,6 +30,11 @@ from torch import Tensor
 class AdvantageEstimator(ABC):
     """Maps rewards to advantages of the same shape. A plain ABC so that configs can name any subclass."""
 
+    @property
+    def within_groups(self) -> bool:
+        """Whether answers are compared within their group alone, so that groups of equal rewards teach nothing."""
+        return True
+
     @abstractmethod
     def __call__(self, rewards_PG: Tensor) -> Tensor:
         """Advantages [prompts, group] FP32 from rewards [prompts, group]; NaN rewards get advantage 0."""
@@ -112,6 +117,11 @@ class BatchAdvantage(AdvantageEstimator):
             raise ValueError(f"advantages.center={self.center!r}: expected batch or group")
         if self.eps < 0:
             raise ValueError(f"advantages.eps={self.eps} must be >= 0")
+
+    @property
+    def within_groups(self) -> bool:
+        """Not where the mean of the batch is subtracted."""
+        return self.center == "group"
 
     def __call__(self, rewards_PG: Tensor) -> Tensor:
         """Advantages [P, G] FP32; all 0 where fewer than two rewards of the batch are scored, or all are equal.
