@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from trace_lightning.probe.study import K3, MAX, MEAN
 from trace_lightning.probe.verdict import Finding, judge, sensitive
 from trace_lightning.recipe import GuidanceConfig, QuantRecipe
 
+RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 KL, ESS = "rollout_corr/kl", "rollout_corr/ess"
 
 
@@ -124,6 +128,24 @@ def test_a_cache_in_fp8_is_suggested_whatever_sites_are_guided(activations):
     assert [each.kv_cache for each in advice.suggest(recipe, None, [Finding("k_channel", "stop", "")], [], 40)] == [
         "fp8"
     ]
+
+
+@pytest.mark.parametrize(("activations", "file"), [("none", "hopper_small"), ("nvfp4", "blackwell_small")])
+def test_lost_reward_has_the_shipped_mild_recipes_tried(activations, file):
+    shipped = yaml.safe_load((RECIPES / f"{file}.yaml").read_text())
+    shipped = QuantRecipe(**shipped | {"guidance": GuidanceConfig(**shipped["guidance"])})
+    names = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv")
+    layout = SimpleNamespace(groups=[SimpleNamespace(layer=0, site="attn_in", names=names)])
+    recipe = QuantRecipe(weights="nvfp4", activations=activations, kv_cache="nvfp4")
+    (mild,) = advice.suggest(recipe, SimpleNamespace(layout=layout), [Finding("reward", "stop", "")], [], 64)
+    (pattern,) = mild.exclude
+    assert all(re.search(pattern, name) and re.search(shipped.exclude[0], name) for name in names)
+    assert not re.search(pattern, "model.layers.0.self_attn.o_proj")
+    pasted = advice.guided(mild, "stay")
+    assert pasted.guided_sites == shipped.guided_sites
+    assert replace(pasted, exclude=[], guidance=shipped.guidance) == replace(shipped, exclude=[])
+    bare = SimpleNamespace(layout=SimpleNamespace(groups=[]))  # q, k and v are excluded already
+    assert advice.suggest(mild, bare, [Finding("reward", "stop", "")], [], 64) == []
 
 
 def test_sensitive_layers_stay_in_bf16_at_an_end_and_by_name_inside():

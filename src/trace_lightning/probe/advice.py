@@ -2,7 +2,8 @@
 
 Linears with outliers go to `exclude`, whole fused groups at a time. For K channels that drown their block a rotation
 and an FP8 cache are tried. Layers that cost most stay in BF16: by `bf16_layers` at an end of the stack, their linears
-by `exclude` elsewhere. What is tried is measured, and a larger change must pay. Guidance is on unless not needed.
+by `exclude` elsewhere. Where held-out reward is lost, milder rounding is tried. What is tried is measured, and a larger
+change must pay. Guidance is on unless not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import yaml
 
 from trace_lightning.probe.verdict import GO, WEIGHT_ERROR, Finding
 from trace_lightning.quantization.qat import QATState
-from trace_lightning.recipe import QuantRecipe
+from trace_lightning.recipe import FP4, QuantRecipe
 
 
 def excluded(qat: QATState, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -43,6 +44,26 @@ def kept_layers(qat: QATState, layers: Sequence[int]) -> tuple[list[str], list[s
     return ends, [f"^{re.escape(name)}$" for group in groups for name in group.names]
 
 
+def mildly(recipe: QuantRecipe, qat: QATState, head_dim: int) -> QuantRecipe:
+    """The same formats rounded mildly, as in `configs/recipes/hopper_small.yaml` and `blackwell_small.yaml`.
+
+    NVFP4 blocks try two scales, K is rotated, and the linears of q, k and v stay BF16. K and V then no longer follow
+    from guided inputs, so where activations are FP4 guidance has to name them.
+    """
+    formats = recipe.weights, recipe.activations, recipe.kv_cache
+    leaves = {name.rpartition(".")[2] for group in qat.layout.groups if group.site == "attn_in" for name in group.names}
+    changes: dict[str, Any] = {
+        "four_over_six": recipe.four_over_six or ("nvfp4" in formats and recipe.guidance.scales == "whole"),
+        "exclude": [*recipe.exclude, *([f"({'|'.join(sorted(leaves))})$"] if leaves else [])],
+    }
+    if recipe.kv_cache in FP4 and head_dim % 16 == 0:
+        changes["kv_rotation"] = "hadamard"
+    if leaves and recipe.activations in FP4:
+        sites = ["o_in", "mlp_in", "down_in", *(["k", "v"] if recipe.kv_cache in FP4 else [])]
+        changes["guidance"] = replace(recipe.guidance, sites=sites)
+    return replace(recipe, **changes)
+
+
 def suggest(
     recipe: QuantRecipe, qat: QATState, findings: Sequence[Finding], rows: Sequence[dict[str, Any]], head_dim: int
 ) -> list[QuantRecipe]:
@@ -61,6 +82,10 @@ def suggest(
         ends, inside = kept_layers(qat, found["sensitive_layers"].layers)
         kept = {"bf16_layers": recipe.bf16_layers or ends, "exclude": [*base.exclude, *inside]}
         tries += [replace(each, **kept) for each in tries or [base]]  # type: ignore[arg-type]
+    if "reward" in found:
+        first = tries[0] if tries else base
+        milder = mildly(first, qat, head_dim)
+        tries += [milder] if milder != first else []
     return tries
 
 
