@@ -36,7 +36,8 @@ class GuidanceConfig:
         scales: block scales recorded `whole` (one byte) or by their `parity` (one bit).
         layers: `all`, `last_half` (the paper's default, for MoE models) or `last:n`. A dense model needs all.
         sites: which of attn_in, o_in, mlp_in, down_in, k, v. Default: attn_in, o_in, mlp_in when activations are FP4;
-            k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights.
+            k, v when only the KV cache is. That is enough while trainer and rollout hold the same weights; where the
+            linears that feed k, v or down_in are excluded from FP4, those are guided as well.
         fallback: record bits of every FP4 site from the next rollout on, once the trainer finds that more than 1 %
             of the audited codes differ (several optimizer steps per rollout do that to the default sites).
         store: where the record waits for the trainer: `device` or `host`.

@@ -158,6 +158,23 @@ class TestRowsOfARollout:
         engine = make_engine(make_model("qwen3"), recipe_of(layers=layers))
         assert engine.guidance_keys == {(layer, site) for layer in expected for site in SITES}
 
+    @pytest.mark.parametrize(
+        ("exclude", "sites", "layer_0"),
+        [
+            ([], None, {"attn_in", "o_in", "mlp_in"}),
+            (["[qkv]_proj"], None, {"o_in", "mlp_in", "k", "v"}),
+            (["up_proj", "gate_proj"], None, {"attn_in", "o_in", "down_in"}),
+            ([r"1\.mlp"], None, {"attn_in", "o_in", "mlp_in"}),
+            (["[qkv]_proj"], ["o_in", "k"], {"o_in", "k"}),
+        ],
+        ids=["all", "qkv", "gate-up", "another-layer", "named"],
+    )
+    def test_what_excluded_linears_feed_is_guided_by_default(self, exclude, sites, layer_0) -> None:
+        guidance = GuidanceConfig(mode="parity", sites=sites)
+        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", exclude=exclude, guidance=guidance)
+        engine = make_engine(make_model("qwen3"), recipe)
+        assert {site for layer, site in engine.guidance_keys if layer == 0} == layer_0
+
     def test_a_record_beyond_its_budget_is_refused_before_drawing(self) -> None:
         engine = make_engine(make_model("qwen3"), recipe_of(budget_gb=1e-5))
         with pytest.raises(ValueError, match=r"bytes per token.*budget_gb=1e-05 is 0.0 GB.*guidance.store=host"):

@@ -47,8 +47,7 @@ def kept_layers(qat: QATState, layers: Sequence[int]) -> tuple[list[str], list[s
 def mildly(recipe: QuantRecipe, qat: QATState, head_dim: int) -> QuantRecipe:
     """The same formats rounded mildly, as in `configs/recipes/hopper_small.yaml` and `blackwell_small.yaml`.
 
-    NVFP4 blocks try two scales, K is rotated, and the linears of q, k and v stay BF16. K and V then no longer follow
-    from guided inputs, so where activations are FP4 guidance has to name them.
+    NVFP4 blocks try two scales, K is rotated, and the linears of q, k and v stay BF16.
     """
     formats = recipe.weights, recipe.activations, recipe.kv_cache
     leaves = {name.rpartition(".")[2] for group in qat.layout.groups if group.site == "attn_in" for name in group.names}
@@ -58,9 +57,6 @@ def mildly(recipe: QuantRecipe, qat: QATState, head_dim: int) -> QuantRecipe:
     }
     if recipe.kv_cache in FP4 and head_dim % 16 == 0:
         changes["kv_rotation"] = "hadamard"
-    if leaves and recipe.activations in FP4:
-        sites = ["o_in", "mlp_in", "down_in", *(["k", "v"] if recipe.kv_cache in FP4 else [])]
-        changes["guidance"] = replace(recipe.guidance, sites=sites)
     return replace(recipe, **changes)
 
 

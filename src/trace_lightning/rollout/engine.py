@@ -164,9 +164,14 @@ class LocalEngine(RolloutEngine):
 
     def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
-        found = self._wide_sites
-        layers = self.recipe.guided_layers(len(self.decoder.kv_formats))
-        sites = {key: found[key] for key in sorted(found) if key[0] in layers and key[1] in self.recipe.guided_sites}
+        found, recipe = self._wide_sites, self.recipe
+        layers = recipe.guided_layers(len(self.decoder.kv_formats))
+        loose = read_layout(policy, recipe).loose_sites if recipe.guidance.sites is None else set()
+        sites = {
+            key: found[key]
+            for key in sorted(found)
+            if key[0] in layers and (key[1] in recipe.guided_sites or key in loose)
+        }
         if self.recipe.guided_sites and not sites:
             raise ValueError(
                 f"guidance covers {', '.join(self.recipe.guided_sites)} of layers {layers}, but "
