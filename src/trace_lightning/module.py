@@ -127,6 +127,10 @@ class PolicyModule(pl.LightningModule):
         self.path, self.recipe = path, from_plain(recipe) or QuantRecipe()
         self.loss: PolicyLoss = from_plain(loss) or GRPO()
         self.advantages: AdvantageEstimator = from_plain(advantages) or GroupAdvantage()
+        if not isinstance(self.advantages, AdvantageEstimator):
+            raise ValueError(
+                f"model.advantages={advantages!r} is no AdvantageEstimator: derive its class from that one"
+            )
         self.corrections: list[Correction] = from_plain(corrections or [])
         self.length_penalty: LengthPenalty | None = from_plain(length_penalty)
         self.bypass_mode = bypass_mode

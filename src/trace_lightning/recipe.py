@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -21,6 +22,7 @@ GuidanceMode = Literal["none", "full", "parity", "syndrome"]
 GuidanceScales = Literal["whole", "parity"]
 GuidanceStore = Literal["device", "host"]
 SITES = ("attn_in", "o_in", "mlp_in", "down_in", "k", "v")
+_FED = {"attn_in": ("k", "v"), "mlp_in": ("down_in",)}  # site of linears -> sites that they feed
 FP4 = ("nvfp4", "mxfp4")
 
 
@@ -190,6 +192,22 @@ class QuantRecipe:
         if self.activations in FP4:
             return ("attn_in", "o_in", "mlp_in")
         return ("k", "v") if self.kv_cache in FP4 else ()
+
+    def guided_keys(
+        self, fp4: Collection[tuple[int, str]], plain: Collection[tuple[int, str]], num_layers: int
+    ) -> list[tuple[int, str]]:
+        """The (layer, site) pairs of a model that guidance covers, in order.
+
+        Args:
+            fp4: pairs that are rounded to FP4.
+            plain: pairs whose linears, or some of them, stay in high precision. Guided inputs and equal weights
+                determine what quantised linears feed; what these feed is covered as well, unless `guidance.sites`
+                names the sites.
+            num_layers: of the model.
+        """
+        named, layers = self.guidance.sites is not None, self.guided_layers(num_layers)
+        loose = set() if named else {(layer, fed) for layer, site in plain for fed in _FED.get(site, ())}
+        return [key for key in sorted(fp4) if key[0] in layers and (key[1] in self.guided_sites or key in loose)]
 
     def guided_layers(self, num_layers: int) -> range:
         """Layer indices that guidance covers."""

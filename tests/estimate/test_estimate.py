@@ -143,6 +143,12 @@ class TestGuidance:
     def test_bytes_per_token_of_the_1_7b_shape(self, recipe, published):
         assert record_row_bytes(make_plan("qwen3-1.7b", recipe, PARITY)) == published  # docs/results/h200.md
 
+    @pytest.mark.parametrize("exclude", [["[qkv]_proj"], ["mlp.(gate|up)"], ["0.mlp"]], ids=str)
+    def test_what_excluded_linears_feed_is_in_the_record(self, exclude):
+        plan = make_plan("tiny", "w4a4kv4", PARITY)
+        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, exclude=exclude))
+        assert run_engine(plan)._sites == plan.guided_sites
+
     @pytest.mark.parametrize("recipe", ["w4a16kv4", "w4a4kv4", "w4a4kv4-mxfp4"])
     @pytest.mark.parametrize(
         "guidance",

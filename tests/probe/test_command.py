@@ -76,7 +76,7 @@ def test_the_recipe_can_be_pasted(whole):
     recipe = yaml.safe_load((whole / "recipe.yaml").read_text())["recipe"]
     guidance = recipe.pop("guidance", None)
     assert QuantRecipe(**recipe).label == "W4A4KV4/nvfp4"
-    assert guidance == {"mode": "parity"}
+    assert guidance == {"mode": "parity", "sites": None}
 
 
 def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):

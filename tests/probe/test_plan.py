@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from trace_lightning.probe import paths
-from trace_lightning.probe.plan import ProbePlan, ProbeSettings, check_formats, choose_formats, parse_format
+from trace_lightning.probe.plan import ProbeSettings, check_formats, choose_formats, parse_format
 from trace_lightning.probe.store import PartStore, model_state
 from trace_lightning.recipe import GuidanceConfig, QuantRecipe
-from trace_lightning.types import SamplingParams
 
 BASE = QuantRecipe(weights="nvfp4", kv_cache="nvfp4", bf16_layers=["last:1"], guidance=GuidanceConfig(mode="parity"))
 
@@ -48,19 +46,6 @@ def test_the_target_is_the_recipe_under_the_name_of_its_formats() -> None:
     assert choose_formats(ProbeSettings(formats="nvfp4", target="w4a4kv4"), BASE)[1] == "nvfp4"
     assert choose_formats(ProbeSettings(formats="fp8"), BASE)[1] == "recipe"
     assert choose_formats(ProbeSettings(formats="fp8"), QuantRecipe())[1] == "w4a16kv4"
-
-
-def test_guidance_covers_what_excluded_linears_feed() -> None:
-    recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4")
-    plan = ProbePlan(
-        formats={"x": recipe},
-        **{"model": "m", "settings": ProbeSettings(), "target": "x", "prompts": [], "heldout": []},
-        **dict.fromkeys(("sampling", "eval_sampling"), SamplingParams()),
-    )
-    assert plan.guidance_of("x").sites == ["attn_in", "o_in", "mlp_in"]
-    assert plan.guidance_of("x", {"k", "v"}).sites == ["attn_in", "o_in", "mlp_in", "k", "v"]
-    named = replace(recipe, guidance=GuidanceConfig(mode="parity", sites=["o_in"]))
-    assert replace(plan, formats={"x": named}).guidance_of("x", {"k"}).sites == ["o_in"]
 
 
 def test_an_old_card_and_a_head_without_whole_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

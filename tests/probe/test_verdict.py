@@ -131,21 +131,22 @@ def test_a_cache_in_fp8_is_suggested_whatever_sites_are_guided(activations):
 
 
 @pytest.mark.parametrize(("activations", "file"), [("none", "hopper_small"), ("nvfp4", "blackwell_small")])
-def test_lost_reward_has_the_shipped_mild_recipes_tried(activations, file):
+def test_mild_rounding_is_that_of_the_shipped_recipes(activations, file):
     shipped = yaml.safe_load((RECIPES / f"{file}.yaml").read_text())
     shipped = QuantRecipe(**shipped | {"guidance": GuidanceConfig(**shipped["guidance"])})
     names = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv")
     layout = SimpleNamespace(groups=[SimpleNamespace(layer=0, site="attn_in", names=names)])
-    recipe = QuantRecipe(weights="nvfp4", activations=activations, kv_cache="nvfp4")
-    (mild,) = advice.suggest(recipe, SimpleNamespace(layout=layout), [Finding("reward", "stop", "")], [], 64)
+    guidance = GuidanceConfig(mode="parity", sites=["k"] if activations == "none" else ["attn_in", "o_in", "mlp_in"])
+    recipe = QuantRecipe(weights="nvfp4", activations=activations, kv_cache="nvfp4", guidance=guidance)
+    mild = advice.mildly(recipe, SimpleNamespace(layout=layout), 64)
     (pattern,) = mild.exclude
     assert all(re.search(pattern, name) and re.search(shipped.exclude[0], name) for name in names)
     assert not re.search(pattern, "model.layers.0.self_attn.o_proj")
-    pasted = advice.guided(mild, "stay")
-    assert pasted.guidance.mode == shipped.guidance.mode == "parity"
-    assert replace(pasted, exclude=[], guidance=shipped.guidance) == replace(shipped, exclude=[])
+    assert mild.guidance == GuidanceConfig(mode="parity"), "named sites would leave out what q, k and v feed"
+    assert replace(mild, exclude=[], guidance=shipped.guidance) == replace(shipped, exclude=[])
     bare = SimpleNamespace(layout=SimpleNamespace(groups=[]))  # q, k and v are excluded already
-    assert advice.suggest(mild, bare, [Finding("reward", "stop", "")], [], 64) == []
+    assert advice.mildly(mild, bare, 64) == mild
+    assert advice.mildly(recipe, bare, 40).kv_rotation == "none"
 
 
 def test_sensitive_layers_stay_in_bf16_at_an_end_and_by_name_inside():
@@ -164,7 +165,7 @@ def test_yaml_says_only_what_differs_from_the_defaults():
     assert content == {
         "recipe": {
             **{"weights": "nvfp4", "activations": "none", "kv_cache": "nvfp4"},
-            **{"guidance": {"mode": "parity"}, "bf16_layers": ["last:1"]},
+            **{"guidance": {"mode": "parity", "sites": None}, "bf16_layers": ["last:1"]},
         }
     }
     settings = content["recipe"] | {"guidance": GuidanceConfig(**content["recipe"]["guidance"])}

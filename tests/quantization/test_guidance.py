@@ -15,6 +15,7 @@ from trace_kernels import formats as F4
 from trace_kernels.round_values import Guide, guided_codes
 from trace_kernels.syndromes import encode
 from trace_lightning.models.policy import final_hidden
+from trace_lightning.probe.agreement import full_record, restrict
 from trace_lightning.quantization.guidance import AUDIT_SUMS, GuidanceRecord, GuidanceRows, MismatchCounts, SiteTable
 from trace_lightning.quantization.record_budget import check_budget
 from trace_lightning.quantization.record_layout import SiteShape
@@ -174,6 +175,15 @@ class TestRowsOfARollout:
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", exclude=exclude, guidance=guidance)
         engine = make_engine(make_model("qwen3"), recipe)
         assert {site for layer, site in engine.guidance_keys if layer == 0} == layer_0
+
+    @pytest.mark.parametrize("kept", [{"exclude": [r"0\.self_attn\.[qkv]"]}, {"bf16_layers": ["last:1"]}, {}], ids=str)
+    def test_a_part_of_a_full_record_is_of_the_same_sites(self, kept) -> None:
+        guidance = GuidanceConfig(mode="parity")
+        recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=guidance, **kept)
+        policy = make_policy("qwen3", recipe)
+        everything = make_engine(policy, full_record(recipe, 2)).generate(PROMPTS, sampling(), record_guidance=True)
+        part = restrict(everything.guidance, guidance, policy.trace_qat.layout.plain_sites)
+        assert part.tables.keys() == make_engine(policy, recipe).guidance_keys
 
     def test_a_record_beyond_its_budget_is_refused_before_drawing(self) -> None:
         engine = make_engine(make_model("qwen3"), recipe_of(budget_gb=1e-5))

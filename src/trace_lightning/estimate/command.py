@@ -188,7 +188,10 @@ def main(arguments: list[str]) -> None:
             console.print(f"{column['recipe']}: {sentence}.", highlight=False)
     for plan in wanted[1:]:
         if plan.recipe.exclude or plan.recipe.bf16_layers:
-            console.print("recipe.exclude and recipe.bf16_layers: their linears and K/V are counted as quantised.")
+            console.print(
+                "recipe.exclude and recipe.bf16_layers: their linears and K/V are counted as quantised, except in the "
+                "guidance record."
+            )
     console.print(ASSUMPTIONS, style="dim", highlight=False)
     _write(console, path, as_json(wanted[0], columns, shlex.join(command)))
 

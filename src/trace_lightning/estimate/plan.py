@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trace_kernels import get_format
@@ -13,6 +14,12 @@ from trace_lightning.quantization.guidance import Key
 from trace_lightning.quantization.record_layout import SiteShape
 from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe
 
+_LINEARS = {  # site -> linears behind it, as the families that are counted here call them
+    "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_in": ("self_attn.o_proj",),
+    "mlp_in": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_in": ("mlp.down_proj",),
+}
 PRECISIONS = ("bf16-mixed", "bf16-true")
 REFERENCES = ("none", "bf16", "fp8")
 LORA_ROLLOUTS = ("adapter", "merged")
@@ -141,19 +148,31 @@ class Plan:
     @property
     def guided_sites(self) -> dict[Key, SiteShape]:
         """What the record covers: the pairs that `LocalEngine` finds in a model of this shape."""
-        shape, recipe, layers = self.shape, self.recipe, self.shape.layers
+        recipe, layers = self.recipe, range(self.shape.layers)
+        kept = {
+            (layer, site): [self._excluded(layer, name) for name in names]
+            for layer in layers
+            for site, names in _LINEARS.items()
+        }
+        fp4 = [
+            (layer, site)
+            for layer in recipe.quantized_layers(len(layers))
+            for site in SITES
+            if recipe.site_format(site) in FP4 and not all(kept.get((layer, site), [False]))
+        ]
+        keys = fp4
+        if not (self._begins_wide and recipe.guided_sites):
+            keys = recipe.guided_keys(fp4, {key for key, which in kept.items() if any(which)}, len(layers))
+        return {key: self._site_shape(key[1]) for key in keys}
+
+    def _excluded(self, layer: int, name: str) -> bool:
+        """Whether `recipe.exclude` names a linear, by its name in the families that are counted here."""
+        return any(re.search(pattern, f"model.layers.{layer}.{name}") for pattern in self.recipe.exclude)
+
+    def _site_shape(self, site: str) -> SiteShape:
+        shape, recipe = self.shape, self.recipe
         attended = shape.heads * shape.head_dim
         widths = {"attn_in": shape.hidden, "o_in": attended, "mlp_in": shape.hidden, "down_in": shape.intermediate}
-        covered = set(recipe.guided_layers(layers)) & set(recipe.quantized_layers(layers))
-        sites = recipe.guided_sites
-        if self._begins_wide and sites:
-            covered = set(recipe.quantized_layers(layers))
-            sites = tuple(site for site in SITES if recipe.site_format(site) in FP4)
-        found: dict[Key, SiteShape] = {}
-        for layer in sorted(covered):
-            for site in (site for site in SITES if site in sites):
-                fmt = get_format(recipe.site_format(site), four_over_six=recipe.four_over_six)
-                assert fmt is not None, "the recipe refuses to guide what is not FP4"
-                heads = shape.kv_heads if site in ("k", "v") else None
-                found[layer, site] = SiteShape(fmt, widths.get(site, shape.head_dim), heads)
-        return found
+        fmt = get_format(recipe.site_format(site), four_over_six=recipe.four_over_six)
+        assert fmt is not None, "the recipe refuses to guide what is not FP4"
+        return SiteShape(fmt, widths.get(site, shape.head_dim), shape.kv_heads if site in ("k", "v") else None)

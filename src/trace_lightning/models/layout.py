@@ -29,7 +29,6 @@ _ROLES = {
     "mlp_in": {"gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "dense_h_to_4h", "w1", "w3"},
     "down_in": {"down_proj", "fc2", "fc_out", "dense_4h_to_h", "w2"},
 }
-_FED = {"attn_in": ("k", "v"), "mlp_in": ("down_in",)}  # site of a group -> sites that its linears feed
 _AMBIGUOUS = {"dense", "c_proj", "out_proj"}
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _ROUTER = re.compile(r"(^|\.)(router|gate)$", re.IGNORECASE)
@@ -57,18 +56,11 @@ class Layout:
     layer_parameters: int
 
     @property
-    def loose_sites(self) -> set[tuple[int, str]]:
-        """The (layer, site) pairs that linears in high precision feed.
-
-        Elsewhere guided inputs and equal weights determine them. Here no input is rounded, so none is guided.
-        """
-        plain, quantized = ({(group.layer, group.site) for group in found} for found in (self.plain, self.groups))
-        return {
-            (layer, fed)
-            for layer in range(len(self.layers))
-            for site in _FED
-            if (layer, site) in plain or (layer, site) not in quantized
-            for fed in _FED[site]
+    def plain_sites(self) -> set[tuple[int, str]]:
+        """The (layer, site) pairs at which some or all linears stay in high precision, or none are known."""
+        found = {(group.layer, group.site) for group in self.groups}
+        return {(group.layer, group.site) for group in self.plain} | {
+            (layer, site) for layer in range(len(self.layers)) for site in _ROLES if (layer, site) not in found
         }
 
     def report(self) -> str:

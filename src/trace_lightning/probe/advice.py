@@ -2,8 +2,8 @@
 
 Linears with outliers go to `exclude`, whole fused groups at a time. For K channels that drown their block a rotation
 and an FP8 cache are tried. Layers that cost most stay in BF16: by `bf16_layers` at an end of the stack, their linears
-by `exclude` elsewhere. Where held-out reward is lost, milder rounding is tried. What is tried is measured, and a larger
-change must pay. Guidance is on unless not needed.
+by `exclude` elsewhere. Where most of the held-out reward is lost, milder rounding of the recipe so far is tried. What
+is tried is measured, and a larger change must pay. Guidance is on unless not needed.
 """
 
 from __future__ import annotations
@@ -49,15 +49,21 @@ def mildly(recipe: QuantRecipe, qat: QATState, head_dim: int) -> QuantRecipe:
 
     NVFP4 blocks try two scales, K is rotated, and the linears of q, k and v stay BF16.
     """
-    formats = recipe.weights, recipe.activations, recipe.kv_cache
     leaves = {name.rpartition(".")[2] for group in qat.layout.groups if group.site == "attn_in" for name in group.names}
-    changes: dict[str, Any] = {
-        "four_over_six": recipe.four_over_six or ("nvfp4" in formats and recipe.guidance.scales == "whole"),
-        "exclude": [*recipe.exclude, *([f"({'|'.join(sorted(leaves))})$"] if leaves else [])],
-    }
-    if recipe.kv_cache in FP4 and head_dim % 16 == 0:
-        changes["kv_rotation"] = "hadamard"
-    return replace(recipe, **changes)
+    nvfp4 = "nvfp4" in (recipe.weights, recipe.activations, recipe.kv_cache)
+    rotates = recipe.kv_cache in FP4 and head_dim % 16 == 0
+    return replace(
+        excluding(recipe, [f"({'|'.join(sorted(leaves))})$"] if leaves else []),
+        four_over_six=recipe.four_over_six or (nvfp4 and recipe.guidance.scales == "whole"),
+        kv_rotation="hadamard" if rotates else recipe.kv_rotation,
+    )
+
+
+def excluding(recipe: QuantRecipe, names: Sequence[str]) -> QuantRecipe:
+    """Also these linears in BF16; sites then are the default ones, which cover what such linears feed."""
+    if not names:
+        return recipe
+    return replace(recipe, exclude=[*recipe.exclude, *names], guidance=replace(recipe.guidance, sites=None))
 
 
 def suggest(
@@ -66,7 +72,7 @@ def suggest(
     """Recipes to try, the least change first; empty if the findings ask for none."""
     found = {finding.code: finding for finding in findings}
     names = excluded(qat, rows) if rows else []
-    base = replace(recipe, exclude=[*recipe.exclude, *names])
+    base = excluding(recipe, names)
     tries = [base] if base != recipe else []
     if "k_channel" in found:
         rotates = head_dim % 16 == 0 and recipe.kv_rotation == "none"
@@ -76,12 +82,8 @@ def suggest(
         tries.append(replace(base, kv_cache="fp8", kv_rotation="none", guidance=plain))
     if "sensitive_layers" in found:
         ends, inside = kept_layers(qat, found["sensitive_layers"].layers)
-        kept = {"bf16_layers": recipe.bf16_layers or ends, "exclude": [*base.exclude, *inside]}
-        tries += [replace(each, **kept) for each in tries or [base]]  # type: ignore[arg-type]
-    if "reward" in found:
-        first = tries[0] if tries else base
-        milder = mildly(first, qat, head_dim)
-        tries += [milder] if milder != first else []
+        kept = recipe.bf16_layers or ends
+        tries += [replace(excluding(each, inside), bf16_layers=kept) for each in tries or [base]]
     return tries
 
 
@@ -103,5 +105,6 @@ def as_yaml(recipe: QuantRecipe) -> str:
     plain, default = dataclasses.asdict(recipe), dataclasses.asdict(QuantRecipe())
     always = ("weights", "activations", "kv_cache", "guidance")
     kept = {name: value for name, value in plain.items() if name in always or value != default[name]}
-    guidance = {n: v for n, v in plain["guidance"].items() if n == "mode" or v != default["guidance"][n]}
+    own = {"mode"} if recipe.guidance.mode == "none" else {"mode", "sites"}
+    guidance = {n: v for n, v in plain["guidance"].items() if n in own or v != default["guidance"][n]}
     return yaml.safe_dump({"recipe": kept | {"guidance": guidance}}, sort_keys=False)

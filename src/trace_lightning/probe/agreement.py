@@ -15,7 +15,7 @@ made from: a probe of ten formats holds its weights once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,20 +166,25 @@ def full_record(formats: QuantRecipe, sequences: int) -> QuantRecipe:
     return replace(formats, guidance=config)
 
 
-def restrict(record: GuidanceRecord, wanted: GuidanceConfig) -> GuidanceRecord:
-    """What a rollout under `wanted` would have recorded, from a record of full codes and whole scales of all sites."""
+def restrict(record: GuidanceRecord, wanted: GuidanceConfig, plain: Collection[Key] = ()) -> GuidanceRecord:
+    """What a rollout under `wanted` would have recorded, from a record of full codes and whole scales of all sites.
+
+    Args:
+        record: of the model.
+        wanted: which part of it.
+        plain: (layer, site) pairs whose linears stay in high precision, see `QuantRecipe.guided_keys`.
+    """
     if wanted == record.config:
         return record
     assert record.config.mode == "full"
     assert record.config.scales == "whole"
     activations = "nvfp4" if {site for _, site in record.tables} - {"k", "v"} else "none"
     recipe = QuantRecipe(weights="nvfp4", activations=activations, kv_cache="nvfp4", guidance=wanted)  # type: ignore[arg-type]
-    layers = recipe.guided_layers(1 + max(layer for layer, _ in record.tables))
     tables = {}
-    for (layer, site), table in record.tables.items():
-        if layer in layers and site in recipe.guided_sites:
-            scale, codes = kept_of(table.scale, table.codes, wanted)
-            tables[layer, site] = replace(table, scale=scale, codes=codes)
+    for key in recipe.guided_keys(record.tables, plain, 1 + max(layer for layer, _ in record.tables)):
+        table = record.tables[key]
+        scale, codes = kept_of(table.scale, table.codes, wanted)
+        tables[key] = replace(table, scale=scale, codes=codes)
     return replace(record, config=wanted, tables=tables)
 
 
@@ -217,7 +222,10 @@ def compare(
         seen: told the log-probs [B, T] of every micro-batch.
     """
     device = policy.device
-    guided = None if arm.guidance is None or batch.guidance is None else restrict(batch.guidance, arm.guidance)
+    guided = None
+    if arm.guidance is not None and batch.guidance is not None:
+        qat: Any = policy.trace_qat
+        guided = restrict(batch.guidance, arm.guidance, qat.layout.plain_sites)
     batch, counts = replace(batch, guidance=guided), MismatchCounts()
     divergence = {length: DivergenceMetrics().to(device) for length in lengths}
     positions: dict[int, Any] = dict.fromkeys(lengths, 0.0)

@@ -7,14 +7,14 @@ of weights, activations and KV cache, `w4a16kv8`, in NVFP4 unless it ends in `-m
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from trace_kernels import get_format
-from trace_lightning.recipe import FP4, SITES, GuidanceConfig, QuantRecipe
+from trace_lightning.recipe import FP4, GuidanceConfig, QuantRecipe
 from trace_lightning.types import Problem, Prompt, SamplingParams
 
 PARTS = ("divergence", "same_tokens", "layers", "quality", "sync")
@@ -97,21 +97,12 @@ class ProbePlan:
         """Trajectories per prompt."""
         return max(1, self.settings.trajectories // len(self.prompts))
 
-    def guidance_of(self, name: str, loose: Collection[str] = ()) -> GuidanceConfig | None:
-        """Guidance that `name` would train with: the recipe's where it has one, else parity; None if not guidable.
-
-        Args:
-            name: of a format.
-            loose: sites that excluded linears feed; they are guided unless the recipe names its sites.
-        """
+    def guidance_of(self, name: str) -> GuidanceConfig | None:
+        """Guidance that `name` would train with: the recipe's where it has one, else parity; None if not guidable."""
         recipe = self.formats[name]
         if not {recipe.activations, recipe.kv_cache} & set(FP4):
             return None
-        if recipe.guidance.mode == "none":
-            recipe = replace(recipe, guidance=GuidanceConfig(mode="parity"))
-        more = [site for site in loose if recipe.site_format(site) in FP4] if recipe.guidance.sites is None else []
-        sites = [site for site in SITES if site in (*recipe.guided_sites, *more)]
-        return replace(recipe.guidance, sites=sites)
+        return recipe.guidance if recipe.guidance.mode != "none" else GuidanceConfig(mode="parity")
 
 
 def parse_format(name: str, base: QuantRecipe) -> QuantRecipe:

@@ -20,11 +20,13 @@ from trace_lightning.bench.roofline import Limits, decode_cost, kv_bytes, sequen
 from trace_lightning.bench.shapes import ModelShape
 from trace_lightning.models.fused import FUSED_FAMILIES
 from trace_lightning.probe import advice
+from trace_lightning.probe.bands import STOP
 from trace_lightning.probe.paths import in_words, paths
 from trace_lightning.probe.plan import ProbePlan, words
 from trace_lightning.probe.store import PartStore
 from trace_lightning.probe.study import MEAN, Study, qat_state
 from trace_lightning.probe.verdict import Verdict, judge
+from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.version import __version__
 
@@ -102,16 +104,24 @@ def _recipe(study: Study, results: dict[str, Any], verdict: Verdict) -> dict[str
     rows = results.get("layers", {}).get(plan.target, [])
     qat, head_dim = qat_state(study.trainer(target)), _head_dim(study)
     candidates = advice.suggest(target, qat, verdict.findings, rows, head_dim)
+    lost = any(finding.code == "reward" and finding.severity == STOP for finding in verdict.findings)
     chosen, measured = target, dict[str, float]()
-    if candidates:
+    if candidates or lost:
         batch = study.trajectories(results["divergence"]["bf16"]["tokens"])
-        error = study.same_tokens(target, batch)["metrics"][MEAN]
-        measured["target"] = error
-        for recipe in candidates:
+        errors = [study.same_tokens(target, batch)["metrics"][MEAN]]
+
+        def pays(recipe: QuantRecipe) -> bool:
             tried = study.same_tokens(recipe, batch)["metrics"][MEAN]
-            if tried < _WORTH * error:
-                chosen, error = recipe, tried
-        measured["recipe"] = error
+            better = tried < _WORTH * errors[-1]
+            errors.extend([tried] if better else [])
+            return better
+
+        for recipe in candidates:
+            chosen = recipe if pays(recipe) else chosen
+        if lost:
+            milder = advice.mildly(chosen, qat, head_dim)
+            chosen = milder if milder != chosen and pays(milder) else chosen
+        measured = {"target": errors[0], "recipe": errors[-1]}
     pasted = advice.guided(replace(chosen, trainer="qat"), verdict.decision)
     return {"yaml": advice.as_yaml(pasted), "changed": chosen is not target, "same_tokens_mean_abs_dlogp": measured}
 

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trace_lightning.metrics import DivergenceMetrics, layer_rows, position_curve, position_slope
 from trace_lightning.metrics.positions import position_sums
-from trace_lightning.models.layout import read_layout
 from trace_lightning.models.policy import final_hidden, logits_head
 from trace_lightning.probe import outputs
 from trace_lightning.probe.agreement import (
@@ -87,9 +86,7 @@ class Study:
         """The arms of a format."""
         if name == "bf16":
             return [Arm("floor", quantised=False)]
-        recipe = self.plan.formats[name]
-        loose = {site for _, site in read_layout(self.source, recipe).loose_sites}
-        guidance, every = self.plan.guidance_of(name, loose), full_record(recipe, 1).guidance
+        guidance, every = self.plan.guidance_of(name), full_record(self.plan.formats[name], 1).guidance
         if guidance is None:
             return [Arm("naive", quantised=False), Arm("qat")]
         return [

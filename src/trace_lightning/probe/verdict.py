@@ -261,8 +261,8 @@ def about_quality(results: dict[str, Any], name: str) -> Iterator[Finding]:
                 STOP if much else WARN,
                 f"reward of held-out problems: {base['mean']:.3f} in BF16, {change['mean']:+.3f} in {name} (95 %: "
                 f"{change['low']:+.3f} to {change['high']:+.3f})",
-                "training recovers a part of this; if little reward is left there is nothing to learn from. The recipe "
-                "below rounds more mildly where that helps",
+                "training recovers a part of this; if little reward is left there is nothing to learn from"
+                + (". The recipe below rounds more mildly if that helps" if much else ""),
             )
         yield from _more_often("clipped", "held-out answers", "are cut at the limit", quality, name)
     yield from _more_often("repeats", "long answers", "end in a loop", results["divergence"], name)

@@ -164,17 +164,12 @@ class LocalEngine(RolloutEngine):
 
     def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
-        found, recipe = self._wide_sites, self.recipe
-        layers = recipe.guided_layers(len(self.decoder.kv_formats))
-        loose = read_layout(policy, recipe).loose_sites if recipe.guidance.sites is None else set()
-        sites = {
-            key: found[key]
-            for key in sorted(found)
-            if key[0] in layers and (key[1] in recipe.guided_sites or key in loose)
-        }
-        if self.recipe.guided_sites and not sites:
+        recipe, num_layers = self.recipe, len(self.decoder.kv_formats)
+        keys = recipe.guided_keys(self._wide_sites, read_layout(policy, recipe).plain_sites, num_layers)
+        sites = {key: self._wide_sites[key] for key in keys}
+        if recipe.guided_sites and not sites:
             raise ValueError(
-                f"guidance covers {', '.join(self.recipe.guided_sites)} of layers {layers}, but "
+                f"guidance covers {', '.join(recipe.guided_sites)} of layers {recipe.guided_layers(num_layers)}, but "
                 f"{type(policy).__name__} quantises nothing there. Widen guidance.layers or guidance.sites, or set "
                 "guidance.mode=none."
             )
