@@ -156,22 +156,24 @@ def study(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, 
                 for arm in [arm for arm in arms if drift == 0 or under_drift(arm)]:
                     policy = quantised if arm.quantised else plain
                     measured = measure(policy, batch, arm, args.lengths, device)
+                    bytes_too = would_take(arm, batch, policy)
                     for length, values in measured.items():
                         names = {"rollout": rollout, "arm": arm.name, "drift": drift, "length": length}
-                        yield {**names, **values, **would_take(arm, batch), "rollout_tokens_per_s": speed}
+                        yield {**names, **values, **bytes_too, "rollout_tokens_per_s": speed}
 
 
 def under_drift(arm: Arm) -> bool:
     return arm.name in SHORT or issubclass(arm.rounding, SyndromeRounding)
 
 
-def would_take(arm: Arm, batch: RolloutBatch) -> dict[str, float]:
+def would_take(arm: Arm, batch: RolloutBatch, policy: Any) -> dict[str, float]:
     """What a record of these syndromes would take; of all rates the engine writes one (arm `syndrome`)."""
     if not issubclass(arm.rounding, SyndromeRounding):
         return {}
     assert batch.guidance is not None
     assert arm.guidance is not None
-    return {"bytes_per_token": arm.rounding.bytes_per_token(restrict(batch.guidance, arm.guidance))}
+    record = restrict(batch.guidance, arm.guidance, policy.trace_qat.layout)
+    return {"bytes_per_token": arm.rounding.bytes_per_token(record)}
 
 
 COLUMNS = {

@@ -249,7 +249,8 @@ def test_a_restricted_record_is_what_the_engine_would_have_written(mode):
     written, _ = agreement.roll_out(args, source, QuantRecipe(**formats, guidance=wanted))
     assert {site for _, site in everything.guidance.tables} == set(SITES)
     assert torch.equal(everything.token_ids_BT, written.token_ids_BT)
-    restricted = agreement.restrict(everything.guidance, wanted)
+    trainer = agreement.make_trainer(args.model, QuantRecipe(**formats), torch.device("cpu"))
+    restricted = agreement.restrict(everything.guidance, wanted, trainer.trace_qat.layout)
     assert restricted.tables.keys() == written.guidance.tables.keys() == {(1, "o_in"), (1, "k")}
     assert restricted.bytes_per_token == written.guidance.bytes_per_token
     for key, table in written.guidance.tables.items():

@@ -176,13 +176,14 @@ class TestRowsOfARollout:
         engine = make_engine(make_model("qwen3"), recipe)
         assert {site for layer, site in engine.guidance_keys if layer == 0} == layer_0
 
-    @pytest.mark.parametrize("kept", [{"exclude": [r"0\.self_attn\.[qkv]"]}, {"bf16_layers": ["last:1"]}, {}], ids=str)
-    def test_a_part_of_a_full_record_is_of_the_same_sites(self, kept) -> None:
-        guidance = GuidanceConfig(mode="parity")
+    @pytest.mark.parametrize("layers", ["all", "last_half"])
+    @pytest.mark.parametrize("kept", [{"exclude": [r"2\.self_attn\.[qkv]"]}, {"bf16_layers": ["last:1"]}, {}], ids=str)
+    def test_a_part_of_a_full_record_is_of_the_same_sites(self, kept, layers) -> None:
+        guidance = GuidanceConfig(mode="parity", layers=layers)
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", guidance=guidance, **kept)
-        policy = make_policy("qwen3", recipe)
+        policy = make_policy("qwen3", recipe, num_hidden_layers=4)
         everything = make_engine(policy, full_record(recipe, 2)).generate(PROMPTS, sampling(), record_guidance=True)
-        part = restrict(everything.guidance, guidance, policy.trace_qat.layout.plain_sites)
+        part = restrict(everything.guidance, guidance, policy.trace_qat.layout)
         assert part.tables.keys() == make_engine(policy, recipe).guidance_keys
 
     def test_a_record_beyond_its_budget_is_refused_before_drawing(self) -> None:

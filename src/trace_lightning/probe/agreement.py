@@ -15,7 +15,7 @@ made from: a probe of ten formats holds its weights once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from trace_kernels import BlockFormat
 from trace_kernels.round_values import Guide, round_values
 from trace_lightning.metrics import DivergenceMetrics
 from trace_lightning.metrics.positions import position_sums
+from trace_lightning.models.layout import Layout
 from trace_lightning.quantization.guidance import GuidanceRecord, Key, MismatchCounts
 from trace_lightning.quantization.qat import QATLinear, install_qat
 from trace_lightning.quantization.recorder import kept_of
@@ -166,13 +167,13 @@ def full_record(formats: QuantRecipe, sequences: int) -> QuantRecipe:
     return replace(formats, guidance=config)
 
 
-def restrict(record: GuidanceRecord, wanted: GuidanceConfig, plain: Collection[Key] = ()) -> GuidanceRecord:
+def restrict(record: GuidanceRecord, wanted: GuidanceConfig, layout: Layout) -> GuidanceRecord:
     """What a rollout under `wanted` would have recorded, from a record of full codes and whole scales of all sites.
 
     Args:
         record: of the model.
         wanted: which part of it.
-        plain: (layer, site) pairs whose linears stay in high precision, see `QuantRecipe.guided_keys`.
+        layout: of the model under the formats of the record.
     """
     if wanted == record.config:
         return record
@@ -181,7 +182,7 @@ def restrict(record: GuidanceRecord, wanted: GuidanceConfig, plain: Collection[K
     activations = "nvfp4" if {site for _, site in record.tables} - {"k", "v"} else "none"
     recipe = QuantRecipe(weights="nvfp4", activations=activations, kv_cache="nvfp4", guidance=wanted)  # type: ignore[arg-type]
     tables = {}
-    for key in recipe.guided_keys(record.tables, plain, 1 + max(layer for layer, _ in record.tables)):
+    for key in recipe.guided_keys(record.tables, layout.plain_sites, len(layout.layers)):
         table = record.tables[key]
         scale, codes = kept_of(table.scale, table.codes, wanted)
         tables[key] = replace(table, scale=scale, codes=codes)
@@ -225,7 +226,7 @@ def compare(
     guided = None
     if arm.guidance is not None and batch.guidance is not None:
         qat: Any = policy.trace_qat
-        guided = restrict(batch.guidance, arm.guidance, qat.layout.plain_sites)
+        guided = restrict(batch.guidance, arm.guidance, qat.layout)
     batch, counts = replace(batch, guidance=guided), MismatchCounts()
     divergence = {length: DivergenceMetrics().to(device) for length in lengths}
     positions: dict[int, Any] = dict.fromkeys(lengths, 0.0)
