@@ -58,12 +58,18 @@ def bench(
         report.add(f"{name} {way}, against torch", theirs / mine, "x")
 
 
+def torch_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Torch's own kernel, which is the same norm in FP32."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), gain, eps)
+
+
 def main() -> None:
     """All of a layer."""
     torch.manual_seed(0)
     report, device = Report(__doc__.splitlines()[0]), "cuda"
     x, gain = torch.randn(TOKENS, WIDTH, device=device), torch.ones(WIDTH, device=device)
     bench(report, "norm", rms_norm, rms_norm_reference, [x, gain], EPS, kept=[x, gain])
+    bench(report, "norm, F.rms_norm", torch_rms_norm, rms_norm_reference, [x, gain], EPS, kept=[x, gain])
     heads = torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device)
     gain = torch.ones(HEAD_DIM, device=device)
     queries = heads.bfloat16()

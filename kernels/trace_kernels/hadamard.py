@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trace_kernels.rows import TRITON_DTYPE
+from trace_kernels.rows import runs_in_triton
 
 ROTATION_BLOCK = 16
 _TILE = 2048  # elements a program takes
@@ -84,7 +84,7 @@ def rotate(x: Tensor) -> Tensor:
         x: [..., D], 16 divides D.
     """
     assert x.shape[-1] % ROTATION_BLOCK == 0, "the recipe should have been refused for this head dim"
-    if x.is_cuda and x.dtype in TRITON_DTYPE:
+    if runs_in_triton(x):
         result: Tensor = _Rotate.apply(x)
         return result
     return rotate_reference(x)

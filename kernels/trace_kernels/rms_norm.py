@@ -14,6 +14,9 @@ registers anyway. With n = x / rms(x) and g = gain * dy:
 
     dx = (g - n mean(g n)) / rms(x)        dgain = sum over rows of dy X(n)
 
+torch's own `F.rms_norm` rounds once, at the end, and gives x's dtype: in FP32 it is the same norm, under autocast it is
+another one than the rollout's, which rounds x / rms(x) to X first (a quarter of BF16 values differ).
+
 What was left out: the roundings of intermediate gradients to X that autograd makes (the kernel's are more exact), and
 the sum with the residual stream, which autograd wants as a tensor of its own.
 """
@@ -29,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trace_kernels.launch import num_multiprocessors
-from trace_kernels.rows import TRITON_DTYPE, round_to
+from trace_kernels.rows import round_to, runs_in_triton
 
 TILE = 2048  # elements that a program holds at a time; a longer row is a tile of its own
 PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -137,7 +140,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     Returns:
         Shape of x, in the dtype that x and gain promote to. On a CPU it is the reference, bit for bit.
     """
-    if x.is_cuda and x.dtype in TRITON_DTYPE:
+    if runs_in_triton(x):
         result: Tensor = _RMSNorm.apply(x, gain, eps)
         return result
     return rms_norm_reference(x, gain, eps)

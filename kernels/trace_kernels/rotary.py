@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trace_kernels.rows import TRITON_DTYPE, round_to
+from trace_kernels.rows import TRITON_DTYPE, round_to, runs_in_triton
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         Shape of x, in the dtype that x and cos promote to. On a CPU it is the reference, bit for bit.
     """
-    if x.is_cuda and x.dtype in TRITON_DTYPE:
+    if runs_in_triton(x):
         result: Tensor = _Rotary.apply(x, cos, sin)
         return result
     return rotary_reference(x, cos, sin)

@@ -40,6 +40,11 @@ RECORD_STRIDES = ["stride_scale", "stride_outer", "stride_parity", "stride_codes
 TRITON_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+def runs_in_triton(x: Tensor) -> bool:
+    """Whether the trainer's kernels take `x`; elsewhere, and in FP64, their references do."""
+    return x.is_cuda and x.dtype in TRITON_DTYPE
+
+
 @dataclass(frozen=True)
 class RowRecord:
     """Preallocated tensors that receive what the rounding of rows decided; layout at the top of this file."""

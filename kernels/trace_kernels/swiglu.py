@@ -5,7 +5,7 @@
     forward    gate, up in, y out             a = X(silu(gate)),  y = X(a up)
     backward   gate, up, dy in, both gradients out
 
-In torch it is two launches forward and four backward, and silu(gate) is kept for the backward pass: I elements per
+In torch it is two launches forward and three backward, and silu(gate) is kept for the backward pass: I elements per
 token and layer. Here it is computed anew, in registers. Casts are torch's: the activation is computed in FP32 and
 rounded to X, and so are the product and each gradient.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trace_kernels.gated_activation import sigmoid, silu
-from trace_kernels.rows import TRITON_DTYPE, round_to
+from trace_kernels.rows import round_to, runs_in_triton
 
 _TILE = 2048  # elements a program takes
 
@@ -100,7 +100,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Returns:
         Their shape and dtype. On a CPU it is the reference, bit for bit.
     """
-    if gate.is_cuda and gate.dtype == up.dtype and gate.dtype in TRITON_DTYPE:
+    if runs_in_triton(gate) and gate.dtype == up.dtype:
         result: Tensor = _SwiGLU.apply(gate, up)
         return result
     return swiglu_reference(gate, up)

@@ -68,16 +68,17 @@ def fuse_modules(model: PreTrainedModel) -> None:
 
     Only what transformers itself defines for the family: a model that brings code of its own may compute otherwise.
     """
-    name = model.config.model_type
-    family: Any = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
-    if name not in FUSED_FAMILIES or family is None:
+    kind = model.config.model_type
+    family: Any = sys.modules.get(f"transformers.models.{kind}.modeling_{kind}")
+    if kind not in FUSED_FAMILIES or family is None:
         return
     fused = {"RMSNorm": FusedRMSNorm, **({"MLP": FusedMLP} if model.config.hidden_act == "silu" else {})}
     for name, module in list(model.named_modules()):
-        own = type(module).__module__ == family.__name__
-        kind = next((kind for kind in fused if own and type(module).__name__.endswith(kind)), None)
-        if kind is not None:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, fused[kind](module))
+        if type(module).__module__ != family.__name__:
+            continue
+        for ending, swapped in fused.items():
+            if type(module).__name__.endswith(ending):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, swapped(module))
     if not isinstance(family.apply_rotary_pos_emb, FusedRotary):
         family.apply_rotary_pos_emb = FusedRotary(family.apply_rotary_pos_emb)
