@@ -26,7 +26,6 @@ from trace_lightning.probe.plan import ProbePlan, words
 from trace_lightning.probe.store import PartStore
 from trace_lightning.probe.study import MEAN, Study, qat_state
 from trace_lightning.probe.verdict import Verdict, judge
-from trace_lightning.recipe import QuantRecipe
 from trace_lightning.rollout.engine import LocalEngine
 from trace_lightning.version import __version__
 
@@ -108,20 +107,13 @@ def _recipe(study: Study, results: dict[str, Any], verdict: Verdict) -> dict[str
     chosen, measured = target, dict[str, float]()
     if candidates or lost:
         batch = study.trajectories(results["divergence"]["bf16"]["tokens"])
-        errors = [study.same_tokens(target, batch)["metrics"][MEAN]]
-
-        def pays(recipe: QuantRecipe) -> bool:
-            tried = study.same_tokens(recipe, batch)["metrics"][MEAN]
-            better = tried < _WORTH * errors[-1]
-            errors.extend([tried] if better else [])
-            return better
-
-        for recipe in candidates:
-            chosen = recipe if pays(recipe) else chosen
-        if lost:
-            milder = advice.mildly(chosen, qat, head_dim)
-            chosen = milder if milder != chosen and pays(milder) else chosen
-        measured = {"target": errors[0], "recipe": errors[-1]}
+        measured["target"] = error = study.same_tokens(target, batch)["metrics"][MEAN]
+        for candidate in [*candidates, *([None] if lost else [])]:
+            recipe = candidate or advice.mildly(chosen, qat, head_dim)  # None: milder rounding of what served so far
+            tried = error if recipe == chosen else study.same_tokens(recipe, batch)["metrics"][MEAN]
+            if tried < _WORTH * error:
+                chosen, error = recipe, tried
+        measured["recipe"] = error
     pasted = advice.guided(replace(chosen, trainer="qat"), verdict.decision)
     return {"yaml": advice.as_yaml(pasted), "changed": chosen is not target, "same_tokens_mean_abs_dlogp": measured}
 
