@@ -170,11 +170,12 @@ class TestRowsOfARollout:
         ],
         ids=["all", "qkv", "gate-up", "another-layer", "named"],
     )
-    def test_what_excluded_linears_feed_is_guided_by_default(self, exclude, sites, layer_0) -> None:
+    def test_what_excluded_linears_feed_is_guided_by_default(self, exclude, sites, layer_0, caplog) -> None:
         guidance = GuidanceConfig(mode="parity", sites=sites)
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", exclude=exclude, guidance=guidance)
         engine = make_engine(make_model("qwen3"), recipe)
         assert {site for layer, site in engine.guidance_keys if layer == 0} == layer_0
+        assert ("guidance.sites leaves out v, fed by linears" in caplog.text) == (sites is not None)
 
     @pytest.mark.parametrize("layers", ["all", "last_half"])
     @pytest.mark.parametrize("kept", [{"exclude": [r"2\.self_attn\.[qkv]"]}, {"bf16_layers": ["last:1"]}, {}], ids=str)

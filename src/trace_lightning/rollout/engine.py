@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Literal
 
 import torch
@@ -165,8 +165,11 @@ class LocalEngine(RolloutEngine):
     def _guided_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """The (layer, site) pairs that guidance covers and that this model has, with what is rounded there."""
         recipe, num_layers = self.recipe, len(self.decoder.kv_formats)
-        keys = recipe.guided_keys(self._wide_sites, read_layout(policy, recipe).plain_sites, num_layers)
+        plain = read_layout(policy, recipe).plain_sites
+        keys = recipe.guided_keys(self._wide_sites, plain, num_layers)
         sites = {key: self._wide_sites[key] for key in keys}
+        if recipe.guidance.sites is not None:
+            self._warn_of_loose(sites, plain)
         if recipe.guided_sites and not sites:
             raise ValueError(
                 f"guidance covers {', '.join(recipe.guided_sites)} of layers {recipe.guided_layers(num_layers)}, but "
@@ -174,6 +177,19 @@ class LocalEngine(RolloutEngine):
                 "guidance.mode=none."
             )
         return sites
+
+    def _warn_of_loose(self, sites: Collection[Key], plain: Collection[Key]) -> None:
+        """Named sites can leave out what excluded linears feed: nothing holds the trainer to its codes then."""
+        guidance = dataclasses.replace(self.recipe.guidance, sites=None)
+        default = dataclasses.replace(self.recipe, guidance=guidance)
+        missing = set(default.guided_keys(self._wide_sites, plain, len(self.decoder.kv_formats))) - set(sites)
+        loose = sorted({site for _, site in missing} - set(default.guided_sites))
+        if loose:
+            log.warning(
+                "guidance.sites leaves out %s, fed by linears that recipe.exclude keeps in BF16: nothing holds the "
+                "trainer to the rollout there. Name them as well, or set guidance.sites to null.",
+                ", ".join(loose),
+            )
 
     def _fp4_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """All (layer, site) pairs of this model that are rounded to FP4."""
