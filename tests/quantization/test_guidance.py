@@ -22,6 +22,7 @@ from trace_lightning.quantization.record_layout import SiteShape
 from trace_lightning.quantization.recorder import GuidanceRecorder
 from trace_lightning.quantization.rounding import NEAREST, GuidedRounding
 from trace_lightning.recipe import SITES, GuidanceConfig, QuantRecipe
+from trace_lightning.rollout import engine as engines
 
 CPU = torch.device("cpu")
 PROMPTS = make_prompts(5, 17, 31)
@@ -171,6 +172,7 @@ class TestRowsOfARollout:
         ids=["all", "qkv", "gate-up", "another-layer", "named"],
     )
     def test_what_excluded_linears_feed_is_guided_by_default(self, exclude, sites, layer_0, caplog) -> None:
+        engines._warn_once.cache_clear()
         guidance = GuidanceConfig(mode="parity", sites=sites)
         recipe = QuantRecipe(weights="nvfp4", activations="nvfp4", kv_cache="nvfp4", exclude=exclude, guidance=guidance)
         engine = make_engine(make_model("qwen3"), recipe)

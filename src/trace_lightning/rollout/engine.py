@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Collection, Hashable, Iterable
 from typing import Literal
@@ -185,11 +186,7 @@ class LocalEngine(RolloutEngine):
         missing = set(default.guided_keys(self._wide_sites, plain, len(self.decoder.kv_formats))) - set(sites)
         loose = sorted({site for _, site in missing} - set(default.guided_sites))
         if loose:
-            log.warning(
-                "guidance.sites leaves out %s, fed by linears that recipe.exclude keeps in BF16: nothing holds the "
-                "trainer to the rollout there. Name them as well, or set guidance.sites to null.",
-                ", ".join(loose),
-            )
+            _warn_once(", ".join(loose))
 
     def _fp4_sites(self, policy: PreTrainedModel) -> dict[Key, SiteShape]:
         """All (layer, site) pairs of this model that are rounded to FP4."""
@@ -359,3 +356,12 @@ class LocalEngine(RolloutEngine):
             why = "its rotary angles change with the length" if self._fused else "transformers' modules look at data"
             log.info("decode steps of %s run without CUDA graphs (slower): %s", family, why)
         return self._workspace.graphs if static else None
+
+
+@functools.cache  # checks set engines up before the one that draws
+def _warn_once(loose: str) -> None:
+    log.warning(
+        "guidance.sites leaves out %s, fed by linears that recipe.exclude keeps in BF16: nothing holds the trainer to "
+        "the rollout there. Name them as well, or set guidance.sites to null.",
+        loose,
+    )
